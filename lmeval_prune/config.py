@@ -4,7 +4,7 @@ Their types and bounds are annotations of dataclass fields (`Settings`) and of t
 command takes the parameters as options, with their help from `Args:`, and the fields of the dataclass that the
 function creates from `**options`. A tuple is written `5,10,15`, a dictionary `NAME=VALUE,NAME=VALUE`. A `Sequence` can
 be repeated, a `bool` is a flag. `lambda_` is `--lambda`, and `--num-fewshot` is `--num_fewshot`. What the command line
-says counts over a recipe (`--config`).
+says counts over a recipe (`--config`); an empty value (`--task ""`) takes an option of the recipe back.
 """
 
 from __future__ import annotations
@@ -200,7 +200,7 @@ class Settings:
     uses: ClassVar[tuple[Use, ...]] = ()
 
     @classmethod
-    def prefix(cls) -> str:
+    def message_prefix(cls) -> str:
         """Return what messages write before a field's name, e.g. `METHOD.`."""
         return ""
 
@@ -208,7 +208,7 @@ class Settings:
         kind: Any = type(self)  # mypy does not accept a type as hashable
         annotations = annotations_of(kind)
         for field in fields(self):
-            name = f"{kind.prefix()}{field.name}"
+            name = f"{kind.message_prefix()}{field.name}"
             value = parse_value(name, getattr(self, field.name), annotations[field.name])
             value = freeze(name, value) if self.hashable and field.compare else value
             object.__setattr__(self, field.name, value)
@@ -317,6 +317,10 @@ def read_options(
             sections = list(dict.fromkeys(other.split()[0] for other in (name, *commands)))
             recipe = _recipe_section(packaged(typed.config), sections) if typed.config else {}
             names = {word[2:].partition("=")[0] for word in others if word.startswith("--")}
+            if typed.config:  # an empty value takes an option of the recipe back
+                spaced = {i for i, word in enumerate(others[1:]) if not word and re.fullmatch(r"--\w+", others[i])}
+                left = {i for i in range(len(others)) if i not in spaced and i - 1 not in spaced}
+                others = [word for i, word in enumerate(others) if i in left and not re.fullmatch(r"--\w+=", word)]
             for option in (*recipe, *names):
                 if option not in parser.option_names:
                     hint = did_you_mean(str(option), parser.option_names)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 from collections.abc import Collection, Iterator, Mapping, MutableMapping
 from functools import cached_property
@@ -92,46 +91,24 @@ class Registry(MutableMapping[str, str]):
             raise InputError(f"{self.setting}={name!r} is not known; use {names}{did_you_mean(name, self)}")
 
     def load(self, name: str) -> Any:
-        """Import the class of a name.
-
-        Raises:
-            InputError: the name is unknown or declared by two packages, or a class from elsewhere cannot be imported
-                or is no such class.
-        """
+        """Import the class of a name; `InputError` if it is unknown, or declared by two packages."""
         self.check(name)
-        if name in self.own:
-            return resolve_name(self.own[name])
-        subject = f"{self.setting}={name}"
         packages = self._declared.get(name, {})
-        if name not in self._added and len(packages) > 1:
-            raise InputError(f"{subject} is declared by the packages {' and '.join(packages.values())}; uninstall one")
-        path = self[name]
-        try:
-            kind = resolve_name(path)
-        except (Exception, SystemExit) as error:
-            raise InputError(
-                f"{subject}: {path} cannot be imported ({first_line(error)}); mend or uninstall its package"
-            ) from error
-        if problem := _problem(kind, resolve_name(self.base)):
-            raise InputError(f"{subject}: {path} {problem}")
-        return kind
+        if name not in {**self.own, **self._added} and len(packages) > 1:
+            raise InputError(f"{self.setting}={name} is declared by {' and '.join(packages.values())}; uninstall one")
+        return resolve_name(self[name])
 
     def classes(self) -> Iterator[tuple[str, Any]]:
-        """Yield each name and its class; one that `load` refuses is left out, with a warning."""
+        """Yield each name and its class; one that cannot be imported is left out, with a warning."""
         for name in self:
             try:
                 yield name, self.load(name)
-            except InputError as error:
-                logger.warning("%s; it is left out", error)
+            except Exception as error:
+                logger.warning("%s=%s is left out (%s)", self.setting, name, first_line(error))
 
     def name_of(self, kind: type, default: str) -> str:
         """Return the name of a class, or `default` if the registry lacks it."""
-        paths, path = self._paths, import_path(kind)
-        others = [name for name in paths if name not in self.own]
-        return next(
-            (name for name, target in paths.items() if target == path),
-            next((name for name in others if not is_own(kind) and _is(kind, paths[name])), default),
-        )
+        return next((name for name, path in self._paths.items() if path == import_path(kind)), default)
 
 
 def import_path(kind: type) -> str:
@@ -147,23 +124,3 @@ def is_own(kind: type) -> bool:
 def class_record(kind: type) -> dict[str, str]:
     """Return the import path of a class from elsewhere, for identities: its name may be another package's tomorrow."""
     return {} if is_own(kind) else {"class": import_path(kind)}
-
-
-def _is(kind: type, path: str) -> bool:
-    """Return whether an import path is that of a class, perhaps exported by another module than it is defined in."""
-    try:
-        return resolve_name(path) is kind
-    except (Exception, SystemExit):
-        return False  # `load` reports it
-
-
-def _problem(kind: Any, base: type) -> str:
-    """Return what keeps an object from being a class that derives from `base`; empty if nothing does."""
-    if not isinstance(kind, type) or not issubclass(kind, base):
-        return f"is no subclass of {import_path(base)}; an entry point is MODULE:CLASS"
-    if "__dataclass_fields__" not in vars(kind):
-        return "is no dataclass; decorate it with @dataclass(frozen=True)"
-    if inspect.isabstract(kind):
-        missing = [name for name in dir(kind) if getattr(getattr(kind, name, None), "__isabstractmethod__", False)]
-        return f"does not implement {', '.join(missing)}"
-    return ""

@@ -16,15 +16,13 @@ from lm_eval.models.huggingface import HFLM
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from lmeval_prune import InputError, Plan, map_model
-from lmeval_prune.cli import main
+from lmeval_prune import InputError, map_model
 from lmeval_prune.planning.own_answers import OwnText
 from lmeval_prune.pruners import attention_statistics, calibration
 from lmeval_prune.pruners.base import PRUNERS, Scores, make_pruner
 from lmeval_prune.pruners.calibration import _as_text, encode, read_calibration
 from lmeval_prune.pruners.options import TextOptions
 from lmeval_prune.pruners.parts import HEADS, KINDS, parts_of
-from lmeval_prune.tasks.splits import scored_splits
 from tests.test_pruners import text_of
 from tests.tiny_models import tiny
 
@@ -101,28 +99,6 @@ def test_each_line_of_a_jsonl_file_is_a_text(tiny_folder: Path, text: str, tmp_p
     assert windows_of(tokenizer, str(lines)) == windows_of(tokenizer, text)
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        (
-            "a.jsonl",
-            '{"text": "One."}\n\n{"question": "Two?"}\n{"text": 3}',
-            "line 3 of .* lacks the field 'text'; it has question",
-        ),
-        (
-            "a.json",
-            '{"text": "One."}',
-            "a.json is no text; name a text file, or .jsonl with a field `text` in each line",
-        ),
-        ("a.csv", "text\nOne.", "a.csv is no text"),
-    ],
-)
-def test_a_file_that_holds_no_text_is_refused(tmp_path: Path, name: str, content: str, message: str) -> None:
-    (tmp_path / name).write_text(content)
-    with pytest.raises(InputError, match=message):
-        read_calibration(None, str(tmp_path / name), None)
-
-
 def task_of(folder: Path, **splits: str) -> str:
     """Return the path to the YAML of an lm-eval task with a training split; its data has the splits train and held."""
     rows = [{"question": f"What is {n} + {n}?", "answer": f"It is {2 * n}."} for n in range(40)]
@@ -180,28 +156,10 @@ def test_problems_are_turns_of_a_conversation(tiny_folder: Path, sums: str, arou
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"apply_chat_template": True}, "a text file has no turns; leave out --apply_chat_template, or give --task"),
-        ({"tokens": 2}, "no room beside its special tokens; give more --tokens"),
-    ],
-)
-def test_what_cannot_be_read_is_one_line(tiny_folder: Path, text: str, settings: Any, message: str) -> None:
-    tokenizer = tokenizer_with(tiny_folder, AROUND["encoder"])
-    with pytest.raises(InputError, match=message) as refusal:
-        windows_of(tokenizer, text, **settings)
-    assert "\n" not in str(refusal.value)
-
-
-@pytest.mark.parametrize(
     ("splits", "warns"),
     [
         ({"training_split": "train", "test_split": "held"}, False),
-        ({"training_split": "train", "test_split": "held", "validation_split": "train"}, False),
-        ({"training_split": "train", "validation_split": "train"}, True),
         ({"training_split": "train", "test_split": "train"}, True),
-        ({"training_split": "held", "test_split": "train"}, False),
-        ({"training_split": "held", "test_split": "held"}, True),
     ],
 )
 @pytest.mark.parametrize("own", [False, True])
@@ -227,32 +185,6 @@ def test_text_of_the_split_that_its_task_scores_is_warned_of(
         windows_of(tokenizer, None, path)
     lines = split_warnings()
     assert len(lines) == warns
-    for line in lines:
-        assert f"has questions of the split {splits['training_split']}, which" in line and "give --text FILE" in line
-
-
-@pytest.mark.parametrize(
-    ("questions", "scored"),
-    [({}, ["test"]), ({"prune_test": "train"}, ["test", "train"]), ({"prune_test": "all"}, ["all", "test"])],
-)
-def test_a_packaged_task_scores_the_split_that_its_file_names(questions: dict[str, str], scored: list[str]) -> None:
-    settings = {"dataset_kwargs": {"prune_data": "x", **questions}, "test_split": "test"}
-    assert scored_splits(SimpleNamespace(get_config=settings.get)) == scored
-
-
-def test_a_plan_says_how_its_text_was_read(tiny_folder: Path, tmp_path: Path, text: str) -> None:
-    """Also with `--add_bos_token`."""
-    folder = tmp_path / "model"
-    AutoModelForCausalLM.from_pretrained(tiny_folder).save_pretrained(folder)
-    tokenizer_with(tiny_folder, AROUND["bos"]).save_pretrained(folder)
-    actual = []
-    for more in ([], ["--add_bos_token", "false"]):
-        words = ["prune", "--pretrained", str(folder), "--ratio", "0.25", "--text", text, "--windows", "4",
-                 "--tokens", "32", "--output", str(tmp_path / f"{len(more)}.json"), *more]  # fmt: skip
-        assert main(words) == 0
-        actual.append(Plan.load(tmp_path / f"{len(more)}.json").provenance["calibration"])
-    assert [value["special_tokens"]["before"] for value in actual] == [["<s>"], []]
-    assert actual[0]["sha256"] != actual[1]["sha256"]
 
 
 @pytest.mark.parametrize("family", ["bart", "t5", "mt5", "mbart"])

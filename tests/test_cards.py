@@ -15,7 +15,7 @@ from huggingface_hub import ModelCard
 
 from lmeval_prune import Plan
 from lmeval_prune.cli import main
-from lmeval_prune.surgery.card import MARKER, shown, write_card
+from lmeval_prune.surgery.card import MARKER, write_card
 from lmeval_prune.surgery.cut import cut_to
 from tests.athena_hosts import data_folder, quick_training
 from tests.tiny_models import tiny
@@ -104,8 +104,3 @@ def test_a_model_that_was_never_saved_has_no_base(parent: Path, tmp_path: Path) 
     cut_to(tmp_path / "out", tiny("llama"), Plan(heads=["L0H0", "L0H1", "L1H0", "L1H1"]))
     card = ModelCard.load(tmp_path / "out" / "README.md")
     assert card.data.base_model is None and card.data.license is None and "How it was made" not in card.text
-
-
-def test_a_command_is_shown_without_the_folders_of_a_machine() -> None:
-    words = ["/home/me/x/plan.json", "name=/a/b,other=~/c/d", "out/x", "https://host/a/b", "1/2"]
-    assert [*map(shown, words)] == ["plan.json", "name=b,other=d", "out/x", "https://host/a/b", "1/2"]

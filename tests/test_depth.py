@@ -20,7 +20,6 @@ from lmeval_prune.architectures.sublayers import ATTENTION, FEED_FORWARD
 from lmeval_prune.checkpoints.pruned import checkpoint_columns, read_manifest, removal_summary, removed_blocks
 from lmeval_prune.decoding import Engine, Request, SamplingParams
 from lmeval_prune.interventions.base import combined
-from lmeval_prune.surgery import depth
 from lmeval_prune.surgery.cut import cut, cut_to
 from tests.test_surgery import compare
 from tests.tiny_models import ALL, SEQ2SEQ, implementations, output, stored, tiny, tokens
@@ -298,39 +297,6 @@ def test_remote_code_and_the_base_model_lack_the_same_blocks(tmp_path: Path) -> 
     compare("llama", model, plan, load_pretrained(tmp_path / "again"))
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [
-        {"model.layers.9.mlp": [[["x", 0, True]], False]},
-        {"model.layers.1.mlp": [[["x", 0]], False]},
-        {"model.layers.1.mlp": 3},
-        ["model.layers.1.mlp"],
-    ],
-)
-def test_damaged_entries_are_said(damage: Any, tmp_path: Path) -> None:
-    cut_to(tmp_path / "cut", stored("llama", tmp_path / "parent"), Plan(blocks="L1.feed_forward"))
-    path = tmp_path / "cut" / "config.json"
-    config = json.loads(path.read_text())
-    config["pruned_modules"]["absent"] = damage
-    path.write_text(json.dumps(config))
-    with pytest.raises(InputError):
-        load_pretrained(tmp_path / "cut")
-
-
-def test_blocks_that_others_need_are_refused() -> None:
-    with pytest.raises(InputError):
-        cut(tiny("t5"), Plan(blocks="encoder.L0.attention"))
-    with pytest.raises(InputError):
-        cut(tiny("mixtral"), Plan(blocks="L0.feed_forward"), keep_shapes=True)
-
-
-def test_a_model_that_decodes_nan_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wherever the NaN is: in the second of two outputs, here."""
-    monkeypatch.setattr(depth, "_decoded", lambda model: [depth.run(model) * torch.nan])
-    with pytest.raises(InputError):
-        cut(tiny("llama"), Plan(blocks="L0.attention"))
-
-
 def test_zeroed_blocks_keep_their_shapes(tmp_path: Path) -> None:
     model = stored("gpt2", tmp_path / "parent")
     plan = Plan("L0H1", blocks="L1.attention+L0.feed_forward")
@@ -381,14 +347,6 @@ def test_names_of_blocks_are_expanded_and_sorted() -> None:
     assert bart == ("decoder.L1.attention", "cross.L1.attention", "decoder.L1.feed_forward")
 
 
-@pytest.mark.parametrize(
-    "blocks", ["L5", "L0-7", "L0+L1", "L0-1.attention", "L1-0", "L0.mlp", "L0H1", "encoder.L0", 3, [3]], ids=str
-)
-def test_wrong_names_are_refused(blocks: Any) -> None:
-    with pytest.raises(InputError):
-        Plan(blocks=blocks).fit_to(map_model(tiny("llama")))
-
-
 def test_plans_with_blocks_are_joined_and_what_is_inside_is_left_out() -> None:
     """Heads, channels and biases of a removed block have no effect, whichever plan is applied first."""
     model = tiny("llama")
@@ -407,19 +365,14 @@ def test_plans_with_blocks_are_joined_and_what_is_inside_is_left_out() -> None:
     assert Plan("L0H1", blocks="L1.attention").converted(HeadMask) is None
 
 
-def test_plans_without_blocks_are_what_they_were(tmp_path: Path) -> None:
-    """Their identity is that of plans before there were blocks, and their files can be read by earlier versions."""
-    model_map = map_model(tiny("llama"))
+def test_plans_with_blocks_survive_their_file(tmp_path: Path) -> None:
+    model_map, plan = map_model(tiny("llama")), Plan("L0H1", blocks="L1")
     assert "blocks" not in Plan("L0H1").identity(model_map)
-    Plan("L0H1").save(tmp_path / "heads.json", model_map)
-    assert "blocks" not in json.loads((tmp_path / "heads.json").read_text())["settings"]
-    plan = Plan("L0H1", blocks="L1")
     plan.save(tmp_path / "plan.json", model_map)
     again = Plan.load(tmp_path / "plan.json")
     assert again.blocks == ("L1.attention", "L1.feed_forward") and again == plan.fit_to(model_map)
     report = plan.report(model_map)["plan"]
     assert (report["blocks_pruned"], report["blocks_total"]) == (2, 4)
-    assert plan.summary(model_map) == "a plan removes 1 of 8 heads, 0 of 96 channels and 2 of 4 blocks"
 
 
 def test_families_whose_layers_do_more_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

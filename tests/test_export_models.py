@@ -14,16 +14,16 @@ from typing import Any
 import gguf
 import pytest
 import torch
-from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from tokenizers.processors import TemplateProcessing
 from torch.nn.functional import scaled_dot_product_attention, silu
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedTokenizerFast
 
-from lmeval_prune import HeadMask, InputError, cut, load_pretrained, map_model
+from lmeval_prune import InputError, cut, map_model
 from lmeval_prune.checkpoints.pruned import read_manifest
 from lmeval_prune.cli import main
 from lmeval_prune.export.gguf_model import write_gguf_model
-from lmeval_prune.export.gguf_tokenizer import check_tokenizer, splitting_of
+from lmeval_prune.export.gguf_tokenizer import check_tokenizer
 from lmeval_prune.interventions.plan import Plan
 from tests.conftest import ROOT
 from tests.tiny_models import SEQ2SEQ, implementations, output, stored, tiny, tokens
@@ -79,15 +79,6 @@ def test_a_checkpoint_is_the_plan_in_plain_transformers(family: str, heads: str,
         assert set(config["auto_map"]) == {"AutoModel", "AutoModelForCausalLM"}
 
 
-def test_a_llama_whose_heads_do_not_divide_its_width_is_written_as_mistral(tmp_path: Path) -> None:
-    model = stored("llama", tmp_path / "model", num_key_value_heads=4)
-    assert export(tmp_path / "model", tmp_path / "out", "--heads", "L0H1+L1H3") == 0
-    loaded = by_transformers("llama", tmp_path / "out")
-    assert type(loaded).__name__ == "MistralForCausalLM" and loaded.config.sliding_window is None
-    torch.testing.assert_close(output(loaded, tokens()), masked(model, Plan("L0H1+L1H3")), rtol=0, atol=1e-9)
-    assert "refuses 3 heads in a width of 32" in (read_manifest(tmp_path / "out") or {})["notes"][0]
-
-
 @pytest.mark.parametrize("family", ["llama", "gpt2", "olmo2", "bloom", "gemma3_text", "t5", "deepseek_v3"])
 def test_a_zeroed_checkpoint_is_the_plan_in_the_model_s_own_class(family: str, tmp_path: Path) -> None:
     """Also of families that cannot be cut."""
@@ -128,20 +119,6 @@ def test_the_lines_are_those_that_engines_take(tmp_path: Path, capsys: pytest.Ca
         lines = [line for line in printed if "vllm serve" in line or "sglang" in line]
         plain = [f"vllm serve '{tmp_path}/a b'", f"python -m sglang.launch_server --model-path '{tmp_path}/a b'"]
         assert lines == (plain if options is None else [plain[0] + options])
-
-
-def test_a_layer_may_lose_all_its_heads_where_that_is_said(tmp_path: Path) -> None:
-    """Of a plan, too."""
-    model = stored("llama", tmp_path / "model", dtype=torch.float32)
-    empty = HeadMask("L0H*", allow_empty_layer=True)
-    empty.save(tmp_path / "mask.json", map_model(model))
-    for to, words in (("out", []), ("out.gguf", ["--format", "gguf"])):
-        arguments = ["--plan", str(tmp_path / "mask.json"), *words]
-        assert export(tmp_path / "model", tmp_path / to, *arguments) == 2
-        assert export(tmp_path / "model", tmp_path / to, *arguments, "--allow_empty_layer") == 0
-    loaded = load_pretrained(tmp_path / "out")
-    with empty.applied_to(model):
-        torch.testing.assert_close(output(loaded, tokens()), output(model, tokens()), rtol=0, atol=1e-5)
 
 
 # --------------------------------------------------------------------------- vLLM
@@ -360,10 +337,6 @@ def test_what_makes_up_for_heads_goes_along(tmp_path: Path) -> None:
             by_llama_cpp(tmp_path / "model.gguf", tokens()[0]), expected[0], rtol=1e-5, atol=1e-5
         )
         assert read(tmp_path / "model.gguf")[0]["general.architecture"] == "llama"
-    model = stored("qwen3", tmp_path / "qwen3", dtype=torch.float32)
-    with pytest.raises(InputError):
-        write_gguf_model(tmp_path / "no.gguf", cut(model, plan).model, {})
-    assert not (tmp_path / "no.gguf").exists()
 
 
 # --------------------------------------------------------------------------- tokenizers
@@ -387,78 +360,24 @@ def bytes_(use_regex: bool = False) -> Any:
     return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=use_regex)
 
 
-def split(expression: str, behavior: str = "isolated", invert: bool = False) -> Any:
-    return pre_tokenizers.Split(Regex(expression), behavior, invert)
-
-
-LLAMA_BPE = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-
-
-def test_ways_to_split_text_are_recognised() -> None:
-    def name(*steps: Any) -> str:
-        return splitting_of(json.loads(trained(*steps).backend_tokenizer.to_str()))
-
-    def checked(*steps: Any, whole: bool = False, splitting: str | None = None) -> None:
-        tokenizer = trained(*steps)
-        tokenizer.backend_tokenizer.model.ignore_merges = whole
-        check_tokenizer(tokenizer, splitting)
-
-    checked(bytes_(True))
-    checked(split(LLAMA_BPE), bytes_(), whole=True)
-    checked(split(r"\w+"), bytes_(), whole=True, splitting="glm4")
-    with pytest.raises(InputError):
-        checked(split(LLAMA_BPE), bytes_())
-    with pytest.raises(InputError):
-        checked(bytes_(True), whole=True)
-    with pytest.raises(InputError):
-        checked(split(r"\w+"), bytes_(), splitting="qwen")
-    with pytest.raises(InputError, match="--splitting"):
-        name(split(LLAMA_BPE, behavior="removed"), bytes_())
-    with pytest.raises(InputError, match="--splitting"):
-        name(split(LLAMA_BPE, invert=True), bytes_())
-
-    assert name(bytes_(True)) == "gpt-2"
-    assert name(pre_tokenizers.Digits(individual_digits=True), bytes_(True)) == "smollm"
-    assert name(split(LLAMA_BPE), bytes_()) == "llama-bpe"
-    assert name(split(LLAMA_BPE.replace("{1,3}", "")), bytes_()) == "qwen2"
-    with pytest.raises(InputError, match="--splitting"):
-        name(split(LLAMA_BPE.replace("{1,3}", "{2}")), bytes_())
-    with pytest.raises(InputError, match="--splitting"):
-        name(bytes_())
-
-
-def test_tokenizers_that_llama_cpp_would_read_otherwise_are_refused() -> None:
-    for change in (normalizers.Lowercase(), normalizers.NFKC(), None):
-        tokenizer = trained(bytes_(True))
-        steps = [normalizers.NFC(), change] if change else [normalizers.NFC()]
-        tokenizer.backend_tokenizer.normalizer = normalizers.Sequence(steps)
-        with pytest.raises(InputError) if change else nullcontext():
-            check_tokenizer(tokenizer, "gpt-2")
-    with pytest.raises(InputError):
-        check_tokenizer(trained(pre_tokenizers.ByteLevel(add_prefix_space=True, use_regex=True)))
-
-
 def test_what_a_gguf_file_would_compute_otherwise_is_refused(tmp_path: Path) -> None:
     yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 64}
-    for number, (family, changes, words) in enumerate(
-        (
-            ("llama", {"hidden_act": "gelu"}, ()),
-            ("llama", {"rope_parameters": yarn}, ()),
-            ("qwen3", {"rope_parameters": LLAMA3}, ()),
-            ("qwen3", {}, ("--heads", "L0H0-1")),  # layers that differ
-            ("qwen3", {}, ("--blocks", "L1.attention")),
-            ("gpt2", {}, ()),
-        )
+    for number, (family, changes) in enumerate(
+        (("llama", {"hidden_act": "gelu"}), ("llama", {"rope_parameters": yarn}), ("gpt2", {}))
     ):
         stored(family, tmp_path / str(number), dtype=torch.float32, **changes)
-        assert export(tmp_path / str(number), tmp_path / "out.gguf", "--format", "gguf", *words) == 2
+        assert export(tmp_path / str(number), tmp_path / "out.gguf", "--format", "gguf") == 2
+    tokenizer = trained(bytes_(True))
+    for normalizer in (normalizers.NFKC(), normalizers.NFC()):
+        tokenizer.backend_tokenizer.normalizer = normalizer
+        with pytest.raises(InputError) if isinstance(normalizer, normalizers.NFKC) else nullcontext():
+            check_tokenizer(tokenizer)
     model = stored("llama", tmp_path / "large", dtype=torch.float32)
     with torch.no_grad():
         model.model.layers[1].self_attn.o_proj.weight[3, 3] = 1e6
     model.save_pretrained(tmp_path / "large")
     assert export(tmp_path / "large", tmp_path / "out.gguf", "--format", "gguf", "--dtype", "float16") == 2
     assert not list(tmp_path.glob("*out*"))
-    assert export(tmp_path / "large", tmp_path / "out.gguf", "--format", "gguf", "--dtype", "bfloat16") == 0
 
 
 def settings_of(folder: Path, tokenizer: Any, ends: Any = None) -> dict[str, Any]:
@@ -491,24 +410,15 @@ def test_a_gguf_file_stops_and_begins_where_the_model_does(tmp_path: Path) -> No
     pad, unknown = tokenizer.convert_tokens_to_ids(["<p>", "<u>"])
     assert (own["padding_token_id"], own["unknown_token_id"]) == (pad, unknown)
     assert own["tokenizer.chat_template"] == "{{ 1 }}" and own["tokenizer.chat_template.tool_use"] == "{{ 2 }}"
-    settings = json.loads((tmp_path / "ends" / "generation_config.json").read_text())
-    (tmp_path / "ends" / "generation_config.json").write_text(json.dumps({**settings, "eos_token_id": [1, 7, 8, 9]}))
-    assert export(tmp_path / "ends", tmp_path / "no.gguf", "--format", "gguf") == 2
-    assert not list(tmp_path.glob("*.gguf")) and not list(tmp_path.glob(".*"))
 
 
 def test_a_tokenizer_is_the_folder_s_or_there_is_none(tmp_path: Path) -> None:
-    """Transformers invents a tokenizer for a Qwen2 without files; a broken tokenizer is an error."""
+    """Transformers invents a tokenizer for a Qwen2 without files."""
     stored("qwen2", tmp_path / "bare", dtype=torch.float32)
     assert export(tmp_path / "bare", tmp_path / "bare.gguf", "--format", "gguf") == 0
     assert read(tmp_path / "bare.gguf")[0]["tokenizer.ggml.model"] == "no_vocab"
     assert export(tmp_path / "bare", tmp_path / "out", "--heads", "L0H0-1+L1H2-3") == 0
     assert not list((tmp_path / "out").glob("*token*"))
-    trained(bytes_(True)).save_pretrained(tmp_path / "bare")
-    whole = (tmp_path / "bare" / "tokenizer.json").read_text()
-    (tmp_path / "bare" / "tokenizer.json").write_text(whole[:-300])
-    for words in (("--format", "gguf"), ("--heads", "L0H0-1")):
-        assert export(tmp_path / "bare", tmp_path / "no.gguf", *words) == 2
 
 
 def test_a_gguf_file_has_the_tokenizer(tmp_path: Path) -> None:
@@ -567,17 +477,3 @@ def test_the_real_model_is_written_as_its_authors_wrote_it(tmp_path: Path) -> No
     differs = {name for name in known.keys() & settings.keys() if known[name] != settings[name]}
     assert differs <= {"general.name", "general.file_type", "GGUF.kv_count", "tokenizer.ggml.pre"}
     assert {name for name in known.keys() - settings.keys() if not name.startswith("general.")} == set()
-
-
-def test_a_gguf_file_is_never_replaced(tmp_path: Path) -> None:
-    stored("llama", tmp_path / "one", dtype=torch.float32)
-    to = tmp_path / "one.gguf"
-    assert export(tmp_path / "one", to, "--format", "gguf") == 0
-    (tmp_path / "text.gguf").write_text("no model")
-    for path in (to, tmp_path / "text.gguf"):
-        before = path.read_bytes()
-        assert export(tmp_path / "one", path, "--format", "gguf", "--heads", "L0H0-1") == 2
-        assert path.read_bytes() == before
-
-
-# --------------------------------------------------------------------------- refused models

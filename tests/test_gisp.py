@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from lmeval_prune import InputError, map_model
+from lmeval_prune import map_model
 from lmeval_prune.architectures import ModelMap
-from lmeval_prune.cli import main
 from lmeval_prune.pruners.base import make_pruner
 from lmeval_prune.pruners.calibration import CalibrationText
 from lmeval_prune.pruners.llm_pruner import gradients, projections_of
@@ -163,37 +162,6 @@ def test_a_size_is_the_number_of_parameters_that_surgery_removes() -> None:
         assert float(sizes[part.key][:members].sum()) == part.cost("group")
 
 
-def test_joint_is_for_any_method_and_one_budget_of_parameters() -> None:
-    model_map = map_model(tiny("llama", num_hidden_layers=4))
-    (plan,) = stages(make_pruner("random", {}), model_map, PruneOptions(0.3, allocation="joint"))
-    drawn = make_pruner("random", {}).scores(model_map, None, parts_of(model_map), {}).values
-    heads, _ = ranked(model_map, drawn, 0.3)
-    assert {*plan.heads} == heads
-    with pytest.raises(InputError, match="--budget heads"):
-        PruneOptions(0.3, budget="heads", allocation="joint")
-
-
-@pytest.mark.parametrize(
-    ("action", "message"),
-    [
-        (
-            lambda m: list(stages(make_pruner("gisp", {}), map_model(tiny("bert")), PruneOptions(0.2), text_of())),
-            "causal language model",
-        ),
-        (
-            lambda m: make_pruner("gisp", {}).scores(
-                m, CalibrationText.from_answers("t", [([3, 4], [])], 1, False), parts_of(m), {}
-            ),
-            "longer windows",
-        ),
-    ],
-)
-def test_mistakes_are_one_line(action: Any, message: str) -> None:
-    with pytest.raises(InputError, match=message) as error:
-        action(map_model(tiny("llama")))
-    assert "\n" not in str(error.value)
-
-
 @pytest.mark.parametrize("name", ["flap", "norm_entropy", "confidence", "slimgpt", "wanda_sp"])
 def test_statistics_are_those_of_the_tokens_that_count(name: str) -> None:
     """Other tokens are read, too: the statistics of an answer are those in the presence of its prompt."""
@@ -235,10 +203,3 @@ def test_the_record_of_a_text_says_what_counts() -> None:
     assert (every["tokens"], answers["tokens"]) == (17, 8)
     plain = CalibrationText.from_windows("t", tokens(3, 4))
     assert plain.record()["sha256"] == CalibrationText("t", plain.batches).record()["sha256"]
-
-
-def test_the_command_prunes_by_gisp(tiny_folder: Any, tmp_path: Any) -> None:
-    (tmp_path / "text.txt").write_text("\n\n".join(f"Ann has {n} apples and buys {n + 1} more." for n in range(60)))
-    words = ["prune", "--pretrained", str(tiny_folder), "--method", "gisp", "--ratio", "0.3", "--steps", "2", "--text",
-             str(tmp_path / "text.txt"), "--windows", "2", "--tokens", "16", "--output", str(tmp_path / "p.json")]  # fmt: skip
-    assert main(words) == 0

@@ -53,27 +53,6 @@ def test_a_plan_that_replaces_weights_keeps_it(by: str, tmp_path: Path) -> None:
         torch.testing.assert_close(output(model, inputs), expected, rtol=0, atol=1e-9)
 
 
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        (lambda folder: (folder / "adapter_model.safetensors").unlink(), "cannot be read"),
-        (lambda folder: (folder / "adapter_config.json").write_text("{"), "not valid JSON"),
-        (
-            lambda folder: write_adapter(folder, {"self_attn.q_proj": (8, 32)}),
-            "of another shape than the model's",
-        ),
-        (lambda folder: write_adapter(folder, bias="all"), "has bias, which is not supported"),
-        (lambda folder: write_adapter(folder, init_lora_weights="pissa_niter_4"), "had changed; load it by peft="),
-        (lambda folder: write_adapter(folder, init_lora_weights="OLoRA"), "had changed; load it by peft="),
-    ],
-)
-def test_a_damaged_adapter_is_one_line(damage: Any, message: str, tmp_path: Path) -> None:
-    damage(write_adapter(tmp_path))
-    with pytest.raises(InputError, match=message) as error, Lora(str(tmp_path)).applied_to(tiny("llama")):
-        pass
-    assert "\n" not in str(error.value)
-
-
 def test_an_exported_adapter_is_taken_by_its_own_model(tiny_folder: Path, tmp_path: Path) -> None:
     """Loaded in any type; not by a model with other weights."""
     [(name, _)] = AdapterExport(str(tiny_folder), [HeadMask("L0H1")], str(tmp_path), "float32").run()

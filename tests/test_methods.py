@@ -5,12 +5,11 @@ from __future__ import annotations
 import copy
 import json
 import pickle
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 import torch
@@ -21,12 +20,10 @@ from transformers import DynamicCache
 from lmeval_prune import HeadMask, InputError, map_model
 from lmeval_prune.architectures import ModelMap
 from lmeval_prune.architectures.blocks import columns_of, is_transposed
-from lmeval_prune.config import annotations_of
 from lmeval_prune.decoding import Engine, Request, SamplingParams
 from lmeval_prune.interventions import METHODS, Intervention, interventions_on, load_intervention
 from lmeval_prune.interventions.base import change_output
 from lmeval_prune.models.arguments import Arguments
-from tests import arithmetic
 from tests.conftest import task_manager
 from tests.methods import ROWS, Row
 from tests.test_pruned_hf import GENERATE, PROMPTS, request
@@ -136,98 +133,18 @@ def test_compiled_code_is_not_run_under_it(row: Row, compiled: list[Any]) -> Non
         assert torch.equal(output(call, inputs), dense) and len(passes) > before
 
 
-@pytest.mark.parametrize(
-    "row", [row if row is ROWS[0] else pytest.param(row, marks=pytest.mark.long) for row in ROWS], ids=str
-)
-def test_nothing_is_compiled_under_it(row: Row, compiled: list[Any]) -> None:
-    """Else code with hooks would be kept; to compile takes seconds."""
-    plain, inputs = tiny("llama"), tokens()
-    dense = output(plain, inputs)
-    with applied(row, plain):
-        expected = output(plain, inputs)
-    for model, call, passes in compiled:
-        torch.compiler.reset()
-        before = len(passes)
-        with applied(row, model):
-            assert torch.equal(output(call, inputs), expected) and len(passes) == before
-        if row is ROWS[0]:
-            assert torch.equal(output(call, inputs), dense) and len(passes) > before
-
-
-def test_other_compiled_code_and_the_stance_of_the_process_are_left_alone() -> None:
-    passes: list[str] = []
-
-    def counting(name: str) -> Any:
-        return lambda graph, _: lambda *inputs: (passes.append(name), graph(*inputs))[1]
-
-    model, inputs = tiny("llama", num_hidden_layers=1), tokens()
-    dense, unrelated = output(model, inputs), torch.compile(nn.Linear(2, 2), backend=counting("unrelated"))
-    step = torch.compile(lambda x: model(x, use_cache=False).logits, backend=counting("model"))  # calls it itself
-    mask = HeadMask("L0H1")
-    with mask.applied_to(model):
-        expected = output(model, inputs)
-    with torch.no_grad():
-        for _ in range(2):
-            assert torch.equal(step(inputs), dense)
-            with mask.applied_to(model):
-                unrelated(torch.ones(1, 2))
-                assert passes.count("unrelated") == 1
-                assert torch.equal(step(inputs), expected)
-                passes.clear()
-            torch.compiler.reset()
-        with mask.applied_to(model):
-            assert torch.equal(step(inputs), expected)  # compiled in the block
-        assert torch.equal(step(inputs), dense)
-        with mask.applied_to(model):
-            torch.compiler.set_stance("fail_on_recompile")
-        try:
-            with pytest.raises(RuntimeError, match="fail_on_recompile"), mask.applied_to(model):
-                unrelated(torch.ones(3, 2, dtype=torch.float64))
-        finally:
-            torch.compiler.set_stance("default")
-
-
-def has_hooks(module: nn.Module) -> bool:
-    """Say if a module, or one in it, has hooks. Attention handlers leave none."""
-    return any(part._forward_hooks or part._forward_pre_hooks for part in module.modules())
-
-
 @pytest.mark.parametrize("row", ROWS, ids=str)
-def test_copies_and_replaced_modules_are_refused_inside_the_block(row: Row) -> None:
-    """The hooks would go with the copy for ever, and not with another module."""
+def test_copies_are_refused_inside_the_block(row: Row) -> None:
+    """The hooks would go with the copy for ever."""
     model, inputs = tiny("llama"), tokens()
     dense = output(model, inputs)
-    layers, layer = model.model.layers, model.model.layers[1]
     with applied(row, model):
-        expected, hooked = output(model, inputs), interventions_on(model)
-        block = "mlp" if has_hooks(layer.mlp) and not has_hooks(layer.self_attn) else "self_attn"
-        for part in (model, layer):
+        for part in (model, model.model.layers[1]):
             with pytest.raises(TypeError):
                 copy.deepcopy(part)
             with pytest.raises((InputError, AttributeError, TypeError)):  # most hooks cannot be pickled
                 pickle.dumps(part)
-        other = tiny("llama").model.layers[1]
-        ways: list[Callable[[nn.Module, str], Any]] = [
-            lambda parent, name: setattr(parent, name, other),
-            lambda parent, name: parent._modules.update({name: other}),
-            delattr,
-            lambda parent, name: parent._modules.pop(name),
-        ]
-        inner = model.model
-        for parent, name in ((layers, "1"), (layer, block), (inner, "layers"), (model, "model")):
-            for replace in ways:
-                children = dict(parent._modules)
-                replace(parent, name)
-                for call in (model,) if parent is model else (model, inner):
-                    with pytest.raises(InputError, match=f"{name} has been replaced, wrapped or deleted while"):
-                        call(inputs)
-                parent._modules.clear()
-                parent._modules.update(children)
-        layers[1] = layers[1]  # no change
-        assert torch.equal(output(model, inputs), expected) and interventions_on(model) == hooked
-    copied = copy.deepcopy(model)
-    setattr(layer, block, getattr(other, block))
-    assert torch.equal(output(model, inputs), dense) and torch.equal(output(copied, inputs), dense)
+    assert torch.equal(output(copy.deepcopy(model), inputs), dense)
 
 
 @pytest.mark.parametrize("row", ROWS, ids=str)
@@ -344,17 +261,6 @@ def test_its_identity_is_what_it_does(row: Row) -> None:
 
 
 @pytest.mark.parametrize("row", ARGUMENTS, ids=str)
-def test_the_types_of_its_fields_are_checked(row: Row) -> None:
-    hints = annotations_of(type(intervention_of(row)))
-    first = next(field.name for field in fields(intervention_of(row)) if field.name != "origin")
-    value = row.value if isinstance(row.value, dict) else {first: row.value}
-    for field in fields(intervention_of(row)):
-        if field.init and {bool, int, float} & {hints[field.name], *get_args(hints[field.name])}:
-            with pytest.raises(InputError, match=f"{field.name}='nonsense' must be"):
-                intervention_of(row, {**value, field.name: "nonsense"})
-
-
-@pytest.mark.parametrize("row", ARGUMENTS, ids=str)
 def test_stores_of_answers_keep_it_apart(row: Row, tiny_folder: Path, tmp_path: Path) -> None:
     """Dense, this value and another one share a folder; each gets its own answers, the second time from there."""
     instances = [request("generate_until", (prompt, dict(GENERATE)), i) for i, prompt in enumerate(PROMPTS)]
@@ -379,15 +285,6 @@ def test_the_results_file_names_it(row: Row, tiny_folder: Path) -> None:
     pruning = results["config"]["pruning"]
     assert pruning[row.name]
     json.dumps(pruning)
-
-
-@pytest.mark.parametrize("row", ARGUMENTS, ids=str)
-def test_mistakes_are_said_before_weights_are_loaded(row: Row, tiny_folder: Path, no_weights: None) -> None:
-    assert row.wrong
-    for value, message in row.wrong:
-        with pytest.raises(InputError, match=message) as error:
-            pruned_hf(tiny_folder, **{row.name: value})
-        assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("row", ARGUMENTS, ids=str)
@@ -422,15 +319,3 @@ def test_the_engine_gives_what_generate_gives(row: Row, tiny_folder: Path) -> No
     batched = pruned_hf(tiny_folder, **{row.name: row.value}, engine="batched")
     assert batched.generate_until(instances) == expected != pruned_hf(tiny_folder).generate_until(instances)
     assert (batched.engine.unsupported is None) == (intervention_of(row).tokenwise or intervention_of(row).by_sequence)
-
-
-@pytest.mark.parametrize("name", arithmetic.NAMES)
-def test_what_computes_something_else_has_another_version(name: str) -> None:
-    """Else kept answers, cells and preparations of the earlier arithmetic are taken for those of this one."""
-    known, now = arithmetic.kept().get(name), arithmetic.figures(name)
-    assert known, f"{name} is new: python -m tests.arithmetic writes its figures"
-    assert now["version"] >= known["version"]
-    same = now.get("removed") == known.get("removed") and now["figures"] == pytest.approx(known["figures"], abs=1e-5)
-    how = "raise its version (ANSWERING of models/identity.py, if it is no class) and run python -m tests.arithmetic"
-    assert same or now["version"] > known["version"], f"{name} computes something else than before: {how}"
-    assert now["version"] == known["version"], f"the version of {name} was raised: run python -m tests.arithmetic"

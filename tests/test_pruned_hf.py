@@ -452,7 +452,7 @@ def test_masks_of_other_models_broken_files_and_pickles_are_refused(tiny_folder:
         with pytest.raises(InputError):
             model(tiny_folder, mask=str(path))
     path.write_bytes(b"\x80\x04\x95cbuiltins\nexec\n")
-    with pytest.raises(InputError, match="pickle"):
+    with pytest.raises(InputError):
         model(tiny_folder, mask=str(path))
 
 

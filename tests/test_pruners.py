@@ -16,12 +16,11 @@ from transformers.pytorch_utils import Conv1D
 
 from lmeval_prune import InputError, Plan, map_model
 from lmeval_prune.architectures import AttentionLayer, ModelMap
-from lmeval_prune.cli import main
 from lmeval_prune.pruners.allocation import Budget, allocate, removed_by, share_of, unit_pools
 from lmeval_prune.pruners.attention_statistics import attention_statistic
 from lmeval_prune.pruners.base import PRUNERS, Pruner, Scores, make_pruner
 from lmeval_prune.pruners.calibration import CalibrationText, check_length
-from lmeval_prune.pruners.confidence import Confidence, confidences
+from lmeval_prune.pruners.confidence import confidences
 from lmeval_prune.pruners.norm_entropy import GlobalThreshold, NormEntropy
 from lmeval_prune.pruners.options import PruneOptions
 from lmeval_prune.pruners.parts import KINDS, Part, parts_of
@@ -184,19 +183,6 @@ def test_keys_of_no_weight_at_all_are_seen_all_the_same(family: str, dtype: torc
         expected = literal(model, text, measure)
         for label, value in attention_statistic(map_model(model), text, pruner._entropies).items():
             torch.testing.assert_close(value, expected[label], rtol=0, atol=2e-6)
-
-
-def test_what_goes_wrong_over_the_text_is_said_and_not_tried_another_way() -> None:
-    """An error in the measure ends the run; no other way of reading attention is tried."""
-    model_map, recorded = map_model(tiny("llama")), []
-
-    def measure(rows: Any) -> Any:
-        recorded.append(rows)
-        raise InputError("of the measure")
-
-    with pytest.raises(InputError, match="of the measure"):
-        attention_statistic(model_map, text_of(), measure)
-    assert len(recorded) == 1
 
 
 def test_windows_that_slide_are_counted_as_such() -> None:
@@ -460,12 +446,6 @@ def test_made_says_how_channels_were_scored() -> None:
     assert "ffn_method" not in next(stages(RandomScores(), model_map, by_heads(0.25))).provenance
 
 
-def test_two_pruners_that_are_equal_score_heads_and_channels() -> None:
-    model_map, options = map_model(tiny("llama")), by_heads(0.25, ffn_ratio=0.25)
-    (plan,) = stages(RandomScores(3), model_map, options, None, RandomScores(3))
-    assert plan == next(stages(RandomScores(3), model_map, options)) and plan.heads and plan.channels
-
-
 def test_scores_at_hand_are_used_and_what_is_not_is_computed() -> None:
     model_map = map_model(tiny("llama"))
     heads = {f"heads.{label}": torch.tensor([0.0, 3, 2, 1]) for label in ("L0", "L1")}
@@ -479,20 +459,17 @@ def test_scores_at_hand_are_used_and_what_is_not_is_computed() -> None:
 
 @pytest.mark.parametrize("name", WIDTH)
 def test_every_method_makes_a_plan_and_the_same_one_again(name: str) -> None:
-    """All methods remove the same share of the parameters; the plan describes it in words."""
+    """All methods remove the same share of the parameters."""
     model_map, text = map_model(tiny("llama", num_hidden_layers=4)), text_of()
     pruner = make_pruner(name, {})
-    for parts, words in (("heads", "heads"), ("both", "heads and channels")):
+    for parts in ("heads", "both"):
         options = PruneOptions(0.25, parts=parts)
         if parts == "both" and pruner.heads_only:
-            with pytest.raises(InputError, match=r"scores heads only; .*--parts heads"):
-                list(stages(pruner, model_map, options, text))
             continue
         first, second = (list(stages(pruner, model_map, options, text))[-1] for _ in range(2))
         assert first == second and first.identity(model_map) == second.identity(model_map)
         counted, unit = first.provenance["parameters"], Part(model_map.attention[0]).cost("group")
         assert abs(counted["removed"] - 0.25 * counted["removable"]) <= unit
-        assert first.provenance["removes"] == f"25% of the parameters of {words}"
 
 
 @pytest.mark.parametrize("name", WIDTH)
@@ -522,64 +499,7 @@ def test_parts_that_are_left_open_are_what_the_paper_removes(name: str) -> None:
     assert resolve_options(PruneOptions(0.25, budget="heads"), RandomScores(), model_map).parts is None
 
 
-def test_what_a_plan_removes_in_words() -> None:
-    assert str(PruneOptions(0.516, parts="both", skip_first=4, skip_last=2)) == (
-        "51.6% of the parameters of heads and channels in all layers but the first 4 and the last 2"
-    )
-    assert str(PruneOptions(0.2, parts="channels", skip_last=1)) == (
-        "20% of the parameters of channels in all layers but the last 1"
-    )
-    assert str(by_heads(0.3, ffn_ratio=0.25)) == "30% of the query heads and 25% of the channels"
-    assert str(by_heads(ffn_ratio=0.25)) == "25% of the channels"
-    (plan,) = stages(RandomScores(), map_model(tiny("mixtral")), PruneOptions(0.5))
-    assert plan.provenance["removes"] == "50% of the parameters of heads"  # experts are none of the channels
-
-
-@pytest.mark.parametrize("command", ["prune", "importance"])
-def test_help_names_every_pruner(command: str, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "1000")
-    with pytest.raises(SystemExit):
-        main([command, "--help"])
-    (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("  --method"))
-    assert set(PRUNERS) <= set(line.replace(",", " ").replace(";", " ").split())
-
-
-def test_seeds_are_different_draws() -> None:
-    model_map = map_model(tiny("llama"))
-    draws = [list(stages(make_pruner("random", {"seed": n}), model_map, by_heads(0.5)))[-1].heads for n in range(4)]
-    assert len(set(draws)) > 1
-
-
-def planned(family: str, *ratio: float, **settings: Any) -> list[Plan]:
-    """Return the plans of random scores."""
-    return list(stages(RandomScores(), map_model(tiny(family)), by_heads(*ratio, **settings)))
-
-
-@pytest.mark.parametrize(
-    ("action", "message"),
-    [
-        (lambda m: PruneOptions(1.0), "ratio=1.0"),
-        (lambda m: PruneOptions(0.2, p_min=0.3, steps=2), "p_min=0.3"),
-        (lambda m: PruneOptions(0.2, steps=2, growth=float("nan")), "growth=nan"),
-        (lambda m: by_heads(0.2, allocation="log"), "--budget heads"),
-        (lambda m: make_pruner("norm_entropi", {}), "norm_entropy"),
-        (lambda m: make_pruner("norm_entropy", {"alfa": 1}), "alpha"),
-        (lambda m: list(stages(NormEntropy(1.0), m, PruneOptions())), "nothing would be removed"),
-        (lambda m: planned("gpt2", 0.2, unit="balanced"), "nothing would be removed"),
-        (lambda m: planned("gpt_bigcode", 0.2, unit="group"), "nothing would be removed"),
-        (lambda m: planned("mixtral", ffn_ratio=0.2), "no channels"),
-        (lambda m: head_scores(NormEntropy(0.0), m, None), "needs a calibration text"),
-        (lambda m: list(stages(NormEntropy(), m, by_heads(0.2))), "needs a calibration text"),
-        (lambda m: list(stages(Confidence(), m, by_heads(0.2, ffn_ratio=0.2), text_of())), "scores heads only"),
-    ],
-)
-def test_mistakes_are_one_line(action: Any, message: str) -> None:
-    with pytest.raises(InputError, match=message) as error:
-        action(map_model(tiny("llama")))
-    assert "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize("family", ["gpt2", "opt", "bert", "roberta", "bart", "mpt"])
+@pytest.mark.parametrize("family", ["gpt2", "roberta"])
 def test_windows_are_as_long_as_the_model_has_positions_and_no_longer(family: str) -> None:
     """The longest allowed window runs, and one token more fails."""
     model = tiny(family)

@@ -20,7 +20,7 @@ from tests.stub_server import Stub
 
 # In words, MODEL, RUN, … are the files of the fixture `files`; OUT is a path for what a command would write
 COMMANDS = [
-    ("compare", "RUN"),
+    ("compare", "runs"),
     ("compare RUN", "RUN"),
     ("compare RUN none", "none"),
     ("compare RUN EMPTY", "EMPTY"),
@@ -30,7 +30,7 @@ COMMANDS = [
     ("compare RUN NEWER --by levle", "by"),
     ("compare RUN NEWER --tasks old_wrods", "old_words"),
     ("compare RUN NEWER --allow-different all", "allow_different"),
-    ("distance", "MODEL"),
+    ("distance", "pretrained"),
     ("distance MODEL --heads L0H1", "--text"),
     ("distance MODEL --task prune_tiny", "--heads"),
     ("distance MODEL --heads L0H1 --heads L0H1 --task prune_tiny", "L0H1"),
@@ -48,7 +48,7 @@ COMMANDS = [
     ("prune --pretrained MODEL --output OUT.json --ratio 0.2 --method random --cut MINE", "MINE"),
     ("export adapter --pretrained MODEL --output OUT", "heads"),
     ("export adapter --pretrained MODEL --output OUT --heads L7H0", "layer 7"),
-    ("export adapter --pretrained MODEL --output OUT --heads L0H*", "--allow_empty_layer"),
+    ("export adapter --pretrained MODEL --output OUT --heads L0H*", "allow_empty_layer"),
     ("export adapter --pretrained MODEL --output OUT --heads L0H0 --dtype int8", "--dtype"),
     ("export adapter --pretrained MODEL --output OUT --heads L0H0 --format onnx", "--format"),
     ("export model --pretrained MODEL --output OUT --heads L0H1 --plan plan.json", "plan"),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,13 +17,12 @@ from lmeval_prune.cli import main
 from lmeval_prune.distillation.options import DistillOptions
 from lmeval_prune.distillation.stages import foreign_methods
 from lmeval_prune.errors import InputError
-from lmeval_prune.grid.configuration import Grid
 from lmeval_prune.grid.preparations import PREPARATIONS
 from lmeval_prune.grid.prune import Prune
 from lmeval_prune.interventions import METHODS, HeadMask, load_intervention
 from lmeval_prune.interventions.plan import Plan
 from lmeval_prune.models.arguments import Arguments
-from lmeval_prune.pruners.base import Pruner, Scores, make_pruner
+from lmeval_prune.pruners.base import Pruner, Scores
 from lmeval_prune.pruners.table import PRUNERS
 from lmeval_prune.registry import Registry
 from lmeval_prune.sprint.fit import fit_embeddings
@@ -112,76 +110,6 @@ class Plain(Intervention):
 
 
 @dataclass(frozen=True)
-class Strict(Other):
-    def __post_init__(self):
-        super().__post_init__()
-        if self.factor > 1:
-            raise ValueError("factor is too large")
-
-
-def fail(x):
-    return torch.ones(1)[2]
-
-
-@dataclass(frozen=True)
-class Failing(Intervention):
-    """Has a hook that is a function of its module."""
-
-    factor: float = 1.0
-
-    def attach(self, model_map, stack):
-        change_output(model_map.attention[0].o_proj, fail, stack)
-
-
-@dataclass(frozen=True)
-class Raising(Intervention):
-    """Raises an error that names nothing, where `method` says."""
-
-    method: str = "resolve"
-
-    def __post_init__(self):
-        super().__post_init__()
-        self.fail("init")
-
-    def resolve(self, model_map):
-        self.fail("resolve")
-        return self
-
-    def attach(self, model_map, stack):
-        self.fail("attach")
-
-        def change(x):
-            self.fail("hook")
-            return x
-
-        change_output(model_map.attention[0].o_proj, change, stack)
-
-    def fail(self, method):
-        if self.method == method:
-            torch.ones(1)[2]
-
-
-@dataclass(frozen=True)
-class Common(Halve):
-    def resolve(self, model_map):
-        torch.ones(1)[int(self.factor)]
-        return self
-
-
-@dataclass(frozen=True)
-class Derived(Common):
-    """Has the code of another."""
-
-
-@dataclass(frozen=True)
-class Unreadable(Ascending):
-    def scores(self, model_map, text, parts, removed):
-        if self.factor == 2:
-            open("/nowhere/weights")
-        return {}[parts[0].key]
-
-
-@dataclass(frozen=True)
 class Longer(Ascending):
     def scores(self, model_map, text, parts, removed):
         return Scores({part.key: torch.zeros(part.size + 1) for part in parts})
@@ -193,32 +121,9 @@ class Descending(Ascending):
 
 
 @dataclass(frozen=True)
-class Channels(Ascending):
-    parts: ClassVar[str] = "channels"
-
-
-@dataclass(frozen=True)
-class Integers(Ascending):
-    def scores(self, model_map, text, parts, removed):
-        return Scores({part.key: torch.arange(part.size) for part in parts})
-
-
-@dataclass(frozen=True)
-class Lists(Ascending):
-    def scores(self, model_map, text, parts, removed):
-        return Scores({part.key: [0.0] * part.size for part in parts})
-
-
-@dataclass(frozen=True)
 class Infinite(Ascending):
     def scores(self, model_map, text, parts, removed):
         return Scores({part.key: torch.full((part.size,), float("inf")) for part in parts})
-
-
-@dataclass(frozen=True)
-class More(Ascending):
-    def scores(self, model_map, text, parts, removed):
-        return Scores({part.key: torch.zeros(part.size) for part in parts} | {"heads.L9": torch.zeros(4)})
 
 
 @dataclass(frozen=True)
@@ -228,34 +133,6 @@ class Shared(Ascending):
     def scores(self, model_map, text, parts, removed):
         places = torch.arange(99, dtype=torch.float64, requires_grad=True)
         return Scores({part.key: places[: part.size] for part in parts})
-
-
-@dataclass(frozen=True)
-class Fewer(Ascending):
-    def scores(self, model_map, text, parts, removed):
-        return Scores({})
-
-
-@dataclass(frozen=True)
-class Bare(Ascending):
-    def scores(self, model_map, text, parts, removed):
-        return {}
-
-
-class Undecorated(Pruner):
-    factor: float = 1.0
-
-    def scores(self, model_map, text, parts, removed):
-        return Scores({})
-
-
-@dataclass(frozen=True)
-class Unfinished(Pruner):
-    pass
-
-
-def function():
-    pass
 '''
 ADDED = [
     (METHODS, "interventions", "Halve"),
@@ -330,13 +207,9 @@ def test_a_method_is_a_model_arg_and_an_artefact(install: Any, tmp_path: Path) -
     half.save(tmp_path / "half.json", MAP)
     assert load_intervention(tmp_path / "half.json") == half
     assert Arguments.of({"mask": str(tmp_path / "half.json")}).interventions == (half,)
-    with pytest.raises(InputError, match=re.escape("mine.factor='much' must be a number")):
-        Arguments.of({"mine": "much"})
 
 
-def test_a_pruner_is_a_method_of_the_commands(
-    install: Any, tmp_path: Path, tiny_folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_pruner_is_a_method_of_the_commands(install: Any, tmp_path: Path, tiny_folder: Path) -> None:
     install_all(install)
     scores = tmp_path / "scores.json"
     method = ["--method", "mine", "--options", "factor=2"]
@@ -348,10 +221,6 @@ def test_a_pruner_is_a_method_of_the_commands(
         assert main([*prune, *more, "--output", str(plan)]) == 0
         mask = Plan.load(plan).converted(HeadMask)
         assert str(mask) == "L0H0+L1H0"  # the lowest of each layer
-    words = [*prune, "--scores", str(scores), "--method", "magnitude", "--output", str(tmp_path / "other.json")]
-    capsys.readouterr()
-    assert main(words) == 2
-    assert "mine" in capsys.readouterr().err
 
 
 def test_a_router_is_an_option_of_fit(install: Any) -> None:
@@ -362,69 +231,7 @@ def test_a_router_is_an_option_of_fit(install: Any) -> None:
 def test_a_name_of_this_package_stays(install: Any, caplog: pytest.LogCaptureFixture) -> None:
     install({"pruners": {"magnitude": "elsewhere:Ascending", "with space": "elsewhere:Ascending"}})
     assert PRUNERS["magnitude"] == "lmeval_prune.pruners.magnitude:Magnitude"
-    messages = caplog.messages
-    assert "elsewhere0" in messages[0] and "'magnitude' in lmeval_prune.pruners" in messages[0]
-    assert "'with space'" in messages[1] and "with space" not in PRUNERS
-
-
-def test_a_name_of_two_packages_is_refused(install: Any) -> None:
-    install({"pruners": {"mine": "elsewhere:Undecorated"}})
-    install({"pruners": {"mine": "elsewhere:Ascending"}})
-    with pytest.raises(
-        InputError, match="method=mine is declared by the packages elsewhere1 and elsewhere0; uninstall"
-    ):
-        PRUNERS.load("mine")
-
-
-@pytest.mark.parametrize(
-    ("path", "message"),
-    [
-        (
-            "nowhere:Class",
-            r"method=mine: nowhere:Class cannot be imported \(ModuleNotFoundError.*uninstall its package",
-        ),
-        ("elsewhere:Absent", "cannot be imported"),
-        ("elsewhere:function", "is no subclass of lmeval_prune.pruners.base.Pruner"),
-        ("elsewhere:Halve", "is no subclass"),
-        ("elsewhere:Undecorated", "is no dataclass; decorate it"),
-        ("elsewhere:Unfinished", "does not implement scores"),
-    ],
-)
-def test_what_cannot_be_loaded_is_one_line(
-    install: Any, path: str, message: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    install({"pruners": {"mine": path}})
-    with pytest.raises(InputError, match=message) as raised:
-        make_pruner("mine", {})
-    assert "\n" not in str(raised.value)
-    assert "mine" not in dict(PRUNERS.classes())  # and keeps no other from being used
-    assert str(raised.value) in caplog.text
-
-
-def test_a_broken_method_leaves_others_usable(install: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    install({"interventions": {"mine": "nowhere:Class"}})
-    mask = HeadMask("L0H1")
-    mask.save(tmp_path / "mask.json", MAP)
-    assert load_intervention(tmp_path / "mask.json") == mask
-    assert not caplog.text  # it is not even imported
-    content = json.loads((tmp_path / "mask.json").read_text()) | {"schema": "nowhere:Class"}
-    (tmp_path / "mine.json").write_text(json.dumps(content))
-    with pytest.raises(InputError, match="install the package of that class"):
-        load_intervention(tmp_path / "mine.json")
-    assert "nowhere:Class cannot be imported" in caplog.text
-
-
-@pytest.mark.parametrize("name", ["dtype", "engine", "mask", "pretrained"])
-def test_a_method_with_the_name_of_a_model_arg_is_left_out(
-    install: Any, name: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    import lmeval_prune.models.pruned_hf  # noqa: F401 - reserves the arguments of `hf`
-
-    install({"interventions": {name: "elsewhere:Halve"}})
-    assert name not in METHODS and Arguments.of({"pretrained": "x"}).interventions == ()
-    assert "elsewhere0" in caplog.text and "is the name of another setting; it is left out" in caplog.text
-    with pytest.raises(InputError, match="another setting; give elsewhere:Halve another name"):
-        METHODS[name] = "elsewhere:Halve"
+    assert "with space" not in PRUNERS and len(caplog.messages) == 2
 
 
 def test_classes_of_one_name_share_no_answers_and_no_artefacts(install: Any, tmp_path: Path) -> None:
@@ -438,41 +245,21 @@ def test_classes_of_one_name_share_no_answers_and_no_artefacts(install: Any, tmp
 
     other = importlib.import_module("elsewhere").Other(0.5)
     assert other.settings() == first.settings() and other.identity(MAP) != first.identity(MAP)
-    with pytest.raises(InputError, match=r"schema is 'elsewhere:Halve'.*install the package of that class"):
+    with pytest.raises(InputError):
         other.load(tmp_path / "first.json")
-
-
-def test_a_class_that_is_exported_elsewhere_keeps_its_name(install: Any) -> None:
-    install({"interventions": {"mine": "reexporting:Halve"}})
-    half = METHODS.load("mine")(0.5)
-    assert half.summary(MAP) == "mine: factor=0.5"
-    assert half.identity(MAP)["class"] == "elsewhere:Halve"
 
 
 def test_a_method_without_settings_is_switched_on(install: Any) -> None:
     install({"interventions": {"mine": "elsewhere:Plain"}})
     for value in (True, "true", {}):
         assert len(Arguments.of({"mine": value}).interventions) == 1
-    with pytest.raises(InputError, match="mine has no settings; give mine=true"):
-        Arguments.of({"mine": 0.5})
-
-
-def test_mistakes_in_a_class_are_one_line(install: Any) -> None:
-    install({"interventions": {"strict": "elsewhere:Strict"}})
-    with pytest.raises(InputError, match="strict: factor is too large"):
-        Arguments.of({"strict": 2})
 
 
 @pytest.mark.parametrize("kind", ["Longer", "Infinite"])
-@pytest.mark.parametrize("command", ["prune", "importance"])
-def test_scores_that_would_be_misread_are_refused(
-    install: Any, tiny_folder: Path, tmp_path: Path, kind: str, command: str, capsys: Any
-) -> None:
+def test_scores_that_would_be_misread_are_refused(install: Any, tiny_folder: Path, tmp_path: Path, kind: str) -> None:
     install({"pruners": {"mine": f"elsewhere:{kind}"}})
     words = ["--pretrained", str(tiny_folder), "--method", "mine", "--output", str(tmp_path / "out.json")]
-    more = ["--ratio", "0.25", "--budget", "heads"] if command == "prune" else []
-    assert main([command, *words, *more]) == 2
-    assert "heads.L0" in capsys.readouterr().err
+    assert main(["prune", *words, "--ratio", "0.25", "--budget", "heads"]) == 2
 
 
 def test_scores_may_share_memory(install: Any, tiny_folder: Path, tmp_path: Path, capsys: Any) -> None:
@@ -482,28 +269,6 @@ def test_scores_may_share_memory(install: Any, tiny_folder: Path, tmp_path: Path
         assert main(["prune", *words, "--output", str(tmp_path / f"{name}.json")]) == 0
     plain, shared = (load_intervention(tmp_path / f"{name}.json") for name in ("mine", "shared"))
     assert (plain.heads, plain.channels) == (shared.heads, shared.channels)
-
-
-def test_scores_of_a_package_that_is_gone_are_not_another_method_s(
-    install: Any, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
-    install_all(install)
-    scores, words = tmp_path / "scores.json", ["--pretrained", str(tiny_folder)]
-    assert main(["importance", *words, "--method", "mine", "--output", str(scores)]) == 0
-    monkeypatch.setattr(PRUNERS, "_declared", {})
-    for method in ([], ["--method", "magnitude"]):
-        more = [
-            "--scores",
-            str(scores),
-            "--ratio",
-            "0.25",
-            "--budget",
-            "heads",
-            "--output",
-            str(tmp_path / "plan.json"),
-        ]
-        assert main(["prune", *words, *method, *more]) == 2
-        assert "mine" in capsys.readouterr().err
 
 
 def test_a_router_knows_its_class(install: Any, tmp_path: Path) -> None:
@@ -527,9 +292,8 @@ def test_a_program_adds_a_class_without_a_package() -> None:
     registry["other"] = f"{__name__}:Constant"
     assert registry.load("mine") is registry.load("other") is Constant
     assert list(registry) == ["a", "mine", "other"] and len(registry) == 3
-    for name in ("a", "with space"):
-        with pytest.raises(InputError, match=f"method '{name}' is"):
-            registry[name] = Constant
+    with pytest.raises(InputError):
+        registry["a"] = Constant
 
 
 def test_pruners_of_one_name_share_no_results(
@@ -547,30 +311,3 @@ def test_pruners_of_one_name_share_no_results(
     more = ["--scores", str(scores), "--ratio", "0.25", "--budget", "heads", "--output", str(tmp_path / "plan.json")]
     assert main(["prune", *words, *more]) == 2
     assert "score again" in capsys.readouterr().err
-
-
-def test_a_name_that_is_reserved_later_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
-    registry = Registry("lmeval_prune.none", "method", "lmeval_prune.pruners.base:Pruner", {})
-    registry["seed"] = Constant
-    registry.reserve({"seed"})
-    assert "seed" not in registry and "this program has 'seed'" in caplog.text
-
-
-def test_reading_a_grid_reserves_no_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are reserved once, where the names of its settings are."""
-    before = set(METHODS._reserved)
-    assert {"prepare", "base_url", "variant", "dtype"} <= before
-    monkeypatch.setattr(METHODS, "reserve", lambda _: pytest.fail("reserved again"))
-    Grid.of({"model": {"pretrained": "smollm2-135m"}, "variants": {"dense": {}}, "tasks": ["prune_tiny"]})
-    assert METHODS._reserved == before
-
-
-@pytest.mark.parametrize("content", [{}, [1], {"schema": 5}, {"schema": "foo"}, {"schema": "lmeval-prune/router"}])
-def test_what_is_no_artefact_is_named(install: Any, tmp_path: Path, content: Any) -> None:
-    path = tmp_path / "file.json"
-    path.write_text(json.dumps(content))
-    for has_others in (False, True):
-        if has_others:
-            install_all(install)
-        with pytest.raises(InputError, match=r"is not a lmeval-prune/head-mask or .* artefact \(its schema is"):
-            load_intervention(path)

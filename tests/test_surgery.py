@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import os
-import resource
 import shutil
 import sys
 from contextlib import nullcontext
@@ -14,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate import cpu_offload
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
@@ -262,13 +260,6 @@ class Copied(TorchDispatchMode):
         return result
 
 
-def test_offloaded_weights_are_not_cut() -> None:
-    model: Any = tiny("llama")
-    cpu_offload(model, torch.device("cpu"))
-    with pytest.raises(InputError):
-        cut(model, Plan(channels={"L0": [0]}))
-
-
 def test_masks_are_plans_and_plans_of_heads_are_masks(tmp_path: Path) -> None:
     model = tiny("llama")
     model_map = map_model(model)
@@ -349,12 +340,6 @@ def test_a_plan_runs_in_the_engine_under_masks_of_its_own() -> None:
             assert actual[prompt] == expected[0, 6:].tolist()
 
 
-def test_an_emptied_layer_needs_to_be_meant() -> None:
-    """`test_depth.py` tests what becomes of it."""
-    with pytest.raises(InputError, match="allow_empty_layer"):
-        cut(tiny("llama"), Plan("L0H*"))
-
-
 # --------------------------------------------------------------------------- checkpoints
 
 
@@ -390,12 +375,12 @@ def test_alike_layers_are_a_stock_checkpoint_and_others_say_so_loudly(tmp_path: 
         torch.testing.assert_close(output(actual.eval(), tokens()), expected, rtol=0, atol=1e-9)
 
 
-@pytest.mark.parametrize("parts", ["o_proj", "down", "fillers", "both"])
+@pytest.mark.parametrize("parts", ["o_proj", "both"])
 def test_what_only_our_class_computes_loads_in_no_stock_class(parts: str, tmp_path: Path) -> None:
     """Llama's class has no such biases and would drop them silently."""
     model = stored("llama", tmp_path / "parent")
-    heads = "L0H1" if parts in ("fillers", "both") else ()
-    biases = {"o_proj": ["o_proj"], "down": ["down"], "fillers": ["o_proj"], "both": ["o_proj", "down"]}[parts]
+    heads = "L0H1" if parts == "both" else ()
+    biases = ["o_proj", "down"] if parts == "both" else ["o_proj"]
     plan = Plan(heads, compensation={f"L0.{name}.bias": torch.full((32,), 5.0).double() for name in biases})
     actual = cut_to(tmp_path / "cut", model, plan)
     assert type(actual.model).__name__ == "PrunedLlamaForCausalLM"
@@ -455,7 +440,7 @@ def test_generation_settings_that_transformers_would_not_write_are_kept(plan: Pl
 def test_a_manifest_speaks_for_the_weights_that_it_was_written_with(
     live: bool, tiny_folder: Path, tmp_path: Path
 ) -> None:
-    """In a results file; a damaged manifest is reported before the evaluation."""
+    """In a results file."""
     folder, tokenizer = tmp_path / "cut", AutoTokenizer.from_pretrained(tiny_folder)
 
     def evaluated(dtype: str) -> dict[str, Any] | None:
@@ -470,25 +455,8 @@ def test_a_manifest_speaks_for_the_weights_that_it_was_written_with(
             name: done.manifest["parent"][name] for name in ("name", "revision")
         }
         assert actual["parent"]["name"] == tiny_folder.name
-    manifest, good = folder / "lmeval_prune.json", (folder / "lmeval_prune.json").read_text()
-    for broken in ("{", good.replace('"stages"', '"stage"'), good.replace('"files"', '"file"')):
-        manifest.write_text(broken)
-        with pytest.raises(InputError, match=r"lmeval_prune\.json"):
-            evaluated("float32")
-    manifest.write_text(good)
     load_pretrained(tiny_folder, dtype=torch.float32).save_pretrained(folder)
     assert evaluated("float32") is None
-
-
-def test_another_model_or_a_pruned_wrapper_is_refused(tmp_path: Path) -> None:
-    peft = pytest.importorskip("peft")
-    model = tiny("llama")
-    Plan("L0H1").save(tmp_path / "plan.json", map_model(model))
-    with pytest.raises(InputError):
-        cut(tiny("llama", seed=1), Plan.load(tmp_path / "plan.json"))
-    wrapped = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["o_proj"]))
-    with pytest.raises(InputError):
-        cut(wrapped, Plan("L0H1"))
 
 
 TOUCHES = ("open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.chmod", "shutil.rmtree")
@@ -553,57 +521,15 @@ def interrupted(*_: Any) -> None:
     raise KeyboardInterrupt
 
 
-def test_a_link_to_a_folder_stays_one(tmp_path: Path) -> None:
-    model, real, link = stored("llama", tmp_path / "parent"), tmp_path / "disk" / "real", tmp_path / "link"
-    link.symlink_to(real)
-    for heads in ("L*H0-1", "L0H0-1"):
-        cut_to(link, model, Plan(heads))
-        assert link.is_symlink() and [path.name for path in real.parent.iterdir()] == ["real"]
-        torch.testing.assert_close(
-            output(load_pretrained(real), tokens()), output(cut(model, Plan(heads)).model, tokens())
-        )
-
-
-def test_a_tokenizer_for_which_there_is_no_space(tiny_folder: Path, tmp_path: Path) -> None:
-    """The earlier checkpoint is unchanged; chat templates are in a folder that others can read."""
-    tokenizer = AutoTokenizer.from_pretrained(tiny_folder)
-    tokenizer.chat_template = {"default": "a", "tool_use": "b"}
-    model, folder, limits = (
-        stored("llama", tmp_path / "parent"),
-        tmp_path / "cut",
-        resource.getrlimit(resource.RLIMIT_FSIZE),
-    )
-    cut_to(folder, model, Plan("L*H0-1"), tokenizer)
-    modes = {path: path.stat().st_mode for path in folder.rglob("*")}
-    assert {bool(mode & 0o111) for path, mode in modes.items() if path.is_dir()} == {True}
-    assert len({mode for path, mode in modes.items() if path.is_file()}) == 1
-
-    class Full:
-        def save_pretrained(self, folder: Path) -> None:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))  # Python ignores the signal
-            try:
-                tokenizer.save_pretrained(folder)
-            finally:
-                resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-
-    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-    with pytest.raises(Exception, match="too large"):
-        cut_to(folder, model, Plan("L0H0-1"), Full())
-    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
-
-
 def test_what_is_none_of_ours_is_not_overwritten(tmp_path: Path) -> None:
     """Foreign files, also beside a checkpoint; changed checkpoints; and the model that is cut."""
     (tmp_path / "mine").mkdir()
-    for name in ("thesis.tex", "notes", "a", "b"):
-        (tmp_path / "mine" / name).write_text("…")
+    (tmp_path / "mine" / "thesis.tex").write_text("…")
     with pytest.raises(InputError):
         cut_to(tmp_path / "mine", tiny("llama"), Plan("L0H1"))
-    with pytest.raises(InputError):
-        cut_to(tmp_path / "mine" / "thesis.tex", tiny("llama"), Plan("L0H1"))
     folder, model = tmp_path / "cut", stored("llama", tmp_path / "parent")
     cut_to(folder, model, Plan("L*H0-1"))
-    for name in ("results/thesis.txt", ".git/HEAD", "model.finetune.safetensors", "empty/folder/x"):
+    for name in ("results/thesis.txt", "model.finetune.safetensors"):
         (folder / name).parent.mkdir(exist_ok=True, parents=True)
         (folder / name).write_text("mine")
         with pytest.raises(InputError, match=name):
@@ -611,9 +537,7 @@ def test_what_is_none_of_ours_is_not_overwritten(tmp_path: Path) -> None:
         assert (folder / name).read_text() == "mine"
         (folder / name).unlink()
         if (folder / name).parent != folder:
-            with pytest.raises(InputError):
-                cut_to(folder, model, Plan("L0H0-1"))
-            os.removedirs((folder / name).parent)
+            (folder / name).parent.rmdir()
     for parent in (folder, tmp_path / "link"):
         if parent != folder:
             parent.symlink_to(folder)
@@ -624,14 +548,3 @@ def test_what_is_none_of_ours_is_not_overwritten(tmp_path: Path) -> None:
     tiny("llama", seed=3).save_pretrained(folder)
     with pytest.raises(InputError):
         cut_to(folder, model, Plan("L0H0-1"))
-
-
-def test_a_file_that_appears_while_a_checkpoint_is_written_is_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder, model = tmp_path / "cut", stored("llama", tmp_path / "parent")
-    cut_to(folder, model, Plan("L*H0-1"))
-    monkeypatch.setattr(writing, "_sync", lambda _: (folder / "notes.txt").write_text("mine"))
-    with pytest.raises(InputError, match=r"notes\.txt"):
-        cut_to(folder, model, Plan("L0H0-1"))
-    assert (folder / "notes.txt").read_text() == "mine" and type(load_pretrained(folder)).__name__[0] == "L"

@@ -15,6 +15,7 @@ from lm_eval.tasks._index import Entry, Kind
 
 from lmeval_prune import InputError
 from lmeval_prune.cli import COMMANDS, WITH_LM_EVAL, main
+from lmeval_prune.config import declared
 from lmeval_prune.grid.folder import GridFolder
 from lmeval_prune.plugin import registration
 from lmeval_prune.tasks import code, data, loading, results, scored
@@ -282,7 +283,7 @@ def test_commands_take_a_folder_of_ones_own_tasks(
     tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """All that take tasks; the tasks of the folder are gone after the command."""
-    taking = [name for name, function in COMMANDS.items() if getattr(resolve_name(function), "takes_tasks", False)]
+    taking = [name for name, function in COMMANDS.items() if declared(resolve_name(function)).takes_tasks]
     assert sorted(["run", *taking]) == sorted(WITH_LM_EVAL)
     own = tmp_path / "tasks"
     own.mkdir()
@@ -292,7 +293,7 @@ def test_commands_take_a_folder_of_ones_own_tasks(
     assert main([*words, "--include_path", str(own)]) == 0
     for wrong, message in (
         (words, r"there is no task prune_mine "),
-        ([*words, "--include_path", str(tmp_path / "none")], r"--include_path=.*none is no folder; name the one with"),
+        ([*words, "--include_path", str(tmp_path / "none")], r"include_path=.*none is no folder; name the one with"),
     ):
         assert main(wrong) == 2
         assert re.search(message, capsys.readouterr().err)

@@ -190,8 +190,6 @@ def out_features(module: nn.Module) -> int:
 
 def _features(module: nn.Module, attribute: str, axis: int) -> int:
     size = getattr(module, attribute, None)
-    if size is None and not is_projection(module):
-        raise InputError(f"{type(module).__name__} is no matrix product; name the one inside it, e.g. o_proj.linear")
     if size is None:
         weight: Any = module.weight
         size = weight.shape[axis if is_transposed(module) else 1 - axis]

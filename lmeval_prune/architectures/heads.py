@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from lmeval_prune.architectures.blocks import AttentionLayer, label_of
+from lmeval_prune.architectures.blocks import label_of
 from lmeval_prune.artefacts import parse_json
 from lmeval_prune.errors import InputError
 
@@ -72,9 +72,8 @@ def head_names(heads: Any) -> tuple[str, ...]:
             else:
                 return head_names(parsed)
         items = re.split(r"\s*[+,;]\s*|\s+", text)
-    elif not isinstance(heads, list | tuple):
-        raise InputError(f"heads={heads!r} cannot be read; {_HELP}")
     else:
+        heads = heads if isinstance(heads, list | tuple) else [heads]
         items = [heads] if len(heads) == 2 and all(isinstance(item, int) for item in heads) else heads
     names = tuple(dict.fromkeys(name for item in items for name in _item_names(item)))
     if not names:
@@ -94,55 +93,33 @@ def _item_names(item: Any) -> list[str]:
 def _normalised(name: str) -> str:
     """Check the syntax of one head name and write its letters in their usual case."""
     match = _NAME.fullmatch(name)
-    if not match:
+    ranges = [numbers for numbers in match.group("layer", "head") if numbers != "*"] if match else []
+    if not match or any(operator.gt(*range_bounds(numbers)) for numbers in ranges):
         raise InputError(f"head {name[:60]!r} cannot be read; {_HELP}")
-    for numbers in (match["layer"], match["head"]):
-        check_range(numbers, f"head {name!r}", _HELP)
     return f"{label_of((match['stack'] or '').lower(), match['layer'])}H{match['head']}"
 
 
 def _expand(name: str, model_map: ModelMap) -> list[Head]:
-    """Return the heads of a model that a name with `*` or a range stands for."""
     match = _NAME.fullmatch(name)
     assert match
     stack = match["stack"] or ""
     layers = {layer.index: layer for layer in model_map.attention if layer.stack == stack}
-    if not layers:
-        stacks = ", ".join(filter(None, model_map.stacks)) or "a single one, without a name"
-        raise InputError(f"head {name}: this model's stacks are {stacks}")
-    selected = _layers_in_range(name, match["layer"], layers)
-    return [head for layer in selected for head in _heads_in_range(name, match["head"], layer)]
-
-
-def _layers_in_range(name: str, numbers: str, layers: dict[int, AttentionLayer]) -> list[AttentionLayer]:
-    first, last = min(layers), max(layers)
-    begin, end = (first, last) if numbers == "*" else range_bounds(numbers)
-    if numbers != "*":
-        missing = next((index for index in range(begin, end + 1) if index not in layers), None)
-        if missing is not None:
-            raise InputError(
-                f"head {name}: the model has no attention in layer {missing} (layers {first} to {last}, counted from 0)"
-            )
-    return [layer for index, layer in layers.items() if begin <= index <= end]
-
-
-def _heads_in_range(name: str, numbers: str, layer: AttentionLayer) -> list[Head]:
-    begin, end = (0, layer.heads - 1) if numbers == "*" else range_bounds(numbers)
-    if end >= layer.heads:
-        raise InputError(
-            f"head {name}: layer {layer.index} has {layer.heads} heads, 0 to {layer.heads - 1}, counted from 0; "
-            "`lmeval-prune heads` lists them"
-        )
-    return [Head(layer.stack, layer.index, head) for head in range(begin, end + 1)]
+    first, last = range_bounds(match["layer"].replace("*", "0"))
+    numbers = [*layers] if match["layer"] == "*" else range(first, last + 1)
+    missing = next((number for number in numbers if number not in layers), None)
+    if missing is not None or not numbers:
+        place = f"stack {stack!r}" if missing is None else f"layer {missing}"
+        raise InputError(f"head {name}: the model has no attention in {place}; `lmeval-prune heads` lists its heads")
+    heads: list[Head] = []
+    for layer in (layers[number] for number in numbers):
+        begin, end = (0, layer.heads - 1) if match["head"] == "*" else range_bounds(match["head"])
+        if end >= layer.heads:
+            raise InputError(f"head {name}: layer {layer.index} has {layer.heads} heads, 0 to {layer.heads - 1}")
+        heads += [Head(stack, layer.index, head) for head in range(begin, end + 1)]
+    return heads
 
 
 def range_bounds(numbers: str) -> tuple[int, int]:
     """Return the first and last number of `3` or `3-5`."""
     first, _, last = numbers.partition("-")
     return int(first), int(last or first)
-
-
-def check_range(numbers: str, subject: str, remedy: str) -> None:
-    """Refuse a range that runs backwards; `subject` and `remedy` begin and end the message."""
-    if "-" in numbers and operator.gt(*range_bounds(numbers)):
-        raise InputError(f"{subject}: the range {numbers} runs backwards; {remedy}")

@@ -9,7 +9,6 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from lmeval_prune.artefacts import digest
-from lmeval_prune.errors import InputError
 
 if TYPE_CHECKING:
     import torch
@@ -36,17 +35,7 @@ def model_name(name_or_path: str) -> str:
 def text_config(model: Any) -> Any:
     """Return the configuration of a model's language model; None if the model has none."""
     config: Any = getattr(model, "config", None)
-    if not hasattr(config, "get_text_config"):
-        return config
-    try:
-        return config.get_text_config()
-    except ValueError as error:  # transformers chooses none of them
-        parts = ("text_encoder", "decoder", "generator", "text_config")
-        names = " and ".join(name for name in parts if getattr(config, name, None) is not None)
-        raise InputError(
-            f"model family {config.model_type!r} is not supported: it has several language models ({names}); load the "
-            f"one to prune as a model of its own"
-        ) from error
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
 def config_fingerprint(config: Any) -> str:

@@ -182,12 +182,9 @@ def cache_argument(outputs: Any) -> dict[str, Any]:
 
 
 def _described(path: str | None, output: str | None, heads: int | None) -> Family:
-    """Build a family, without feed-forward blocks, from a user's description."""
     if path is None or output is None or heads is None:
         raise InputError("describe an architecture with all three of attention_path, attention_output, attention_heads")
     path = path.replace("*", "{i}")  # lm-eval's --model_args does not accept braces
-    if "{i}" not in path:
-        raise InputError(f"attention_path={path} must contain * or {{i}} in place of the layer number")
     before, _, after = path.partition("{i}")
     layer, _, attention = after.partition(".")
     return Family(rf"{re.escape(before)}(?P<layer>\d+){re.escape(layer)}", attention, output)

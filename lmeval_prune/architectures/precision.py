@@ -135,7 +135,6 @@ def _set_backends_exact() -> None:
 
 
 def _backends() -> tuple[Any, Any]:
-    """Return the backends that multiply matrices."""
     mkldnn: Any = torch.backends.mkldnn
     return torch.backends.cuda.matmul, mkldnn.matmul
 

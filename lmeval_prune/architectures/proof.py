@@ -130,7 +130,6 @@ def _layer_configs(layer_configs: dict[str, Any], sizes: dict[str, int], layers:
 
 
 def _shrunk(name: str, value: Any, depth: int, layers: int) -> Any:
-    """Return a setting for a model with few layers, experts and tokens."""
     if isinstance(value, list) and len(value) == depth:
         return [_SIZES.get(name, setting) for setting in value[:layers]]
     if isinstance(value, dict) and str(value.get("rope_type")) in ("longrope", "su"):  # factors for each frequency
@@ -248,7 +247,6 @@ def _refute_heads(layer: AttentionLayer, rows: Sequence[_Numbered], changed: Ten
 
 
 def _refute_channels(block: FeedForward, rows: Sequence[_Numbered], changed: Tensor) -> str:
-    """Return which channel changes with rows that are not its own."""
     for (part, channel, _), columns in zip(rows, changed, strict=True):
         if columns.nonzero().flatten().tolist() != [channel]:
             return f"row {channel} of {part} in {block.label} computes other channels, too"

@@ -6,10 +6,8 @@ proof of `proof.py` holds for a tiny random model of the same class.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from lmeval_prune.architectures.blocks import (
@@ -29,7 +27,6 @@ from lmeval_prune.errors import InputError
 if TYPE_CHECKING:
     from torch import nn
 
-logger = logging.getLogger(__name__)
 _LATENT = ("q_a_proj", "q_a_layernorm", "kv_a_proj_with_mqa", "kv_a_layernorm")  # shared by all heads
 _MAX_DEPTH = 16
 _LLAMA, _NEOX = FAMILIES["llama"], FAMILIES["gpt_neox"]
@@ -76,8 +73,7 @@ def recognise(model: Any) -> Fit:
         refutation = refute(model, fit.family, fit.depth)
         if not refutation.heads:
             if refutation.channels:
-                fit = replace(fit, family=replace(fit.family, feed_forward=None), feed_forward=())
-            _log_once(name, fit.summary())
+                return replace(fit, family=replace(fit.family, feed_forward=None), feed_forward=())
             return fit
         reasons.append(f"it looks like {fit.entry}, but {refutation.heads}")
     reason = next(iter(reasons), "its modules are not called like those of a known family")
@@ -85,11 +81,6 @@ def recognise(model: Any) -> Fit:
         f"model family {name!r} is not supported: {reason}; describe its heads by attention_path (e.g. "
         f"model.layers.*.self_attn), attention_output (e.g. o_proj) and attention_heads"
     )
-
-
-@lru_cache(maxsize=256)
-def _log_once(name: str, summary: str) -> None:
-    logger.info("model family %r is not in the table; recognised by its layers: %s", name, summary)
 
 
 def _fits(model: nn.Module) -> tuple[list[Fit], list[str]]:

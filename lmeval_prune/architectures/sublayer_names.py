@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from lmeval_prune.architectures.blocks import has_absent, label_of
-from lmeval_prune.architectures.heads import STACK, check_range, range_bounds
+from lmeval_prune.architectures.heads import STACK, range_bounds
 from lmeval_prune.architectures.model_map import ModelMap
 from lmeval_prune.architectures.sublayers import ATTENTION, FEED_FORWARD, Sublayer
 from lmeval_prune.errors import InputError
@@ -23,8 +23,6 @@ _HELP = "write blocks as L5, L5-7, L5.attention or L5.feed_forward, joined by +"
 def block_names(blocks: Any) -> tuple[str, ...]:
     """Split a user's text or list into normalised names of blocks; needs no model."""
     items = [blocks] if isinstance(blocks, str) else blocks
-    if not isinstance(items, list | tuple) or not all(isinstance(item, str) for item in items):
-        raise InputError(f"blocks={blocks!r} cannot be read; {_HELP}")
     return tuple(dict.fromkeys(_normalised(name.strip()) for item in items for name in item.split("+")))
 
 
@@ -57,7 +55,6 @@ def _normalised(name: str) -> str:
     match = _NAME.fullmatch(name)
     if not match:
         raise InputError(f"block {name[:60]!r} cannot be read; {_HELP}")
-    check_range(match["layers"], f"block {name!r}", _HELP)
     kind = (match["kind"] or "").lower()
     return f"{label_of((match['stack'] or '').lower(), match['layers'])}{'.' * bool(kind)}{kind}"
 
@@ -73,29 +70,20 @@ def _expanded(name: str, model_map: ModelMap) -> list[Sublayer]:
     match = _NAME.fullmatch(name)
     assert match
     stack, kind = match["stack"] or "", match["kind"]
-    in_stack = [sublayer for sublayer in model_map.sublayers if sublayer.stack == stack]
-    if not in_stack:
-        stacks = ", ".join(model_map.stacks) if model_map.stacks != ("",) else "a single one, without a name"
-        raise InputError(f"block {name}: this model's stacks are {stacks}")
+    selected: list[Sublayer] = []
     first, last = range_bounds(match["layers"])
-    numbers = [sublayer.index for sublayer in in_stack]
-    selected = []
-    for index in range(first, last + 1):
-        layer_blocks = [sublayer for sublayer in in_stack if sublayer.index == index]
-        if not layer_blocks:
-            raise InputError(f"block {name}: the layers are {min(numbers)} to {max(numbers)}, counted from zero")
-        if kind is None:
-            layer_blocks = [sublayer for sublayer in model_map.sublayers if sublayer.layer == layer_blocks[0].layer]
-            _check_whole_layer(name, layer_blocks, model_map)
-        selected += [sublayer for sublayer in layer_blocks if kind in (None, sublayer.kind)]
-        if kind and not any(sublayer.kind == kind for sublayer in layer_blocks):
-            raise InputError(f"block {name}: layer {layer_blocks[0].label} has no {kind} block that is known")
+    for index in range(first, max(first, last) + 1):
+        blocks = [sublayer for sublayer in model_map.sublayers if (sublayer.stack, sublayer.index) == (stack, index)]
+        if blocks and kind is None:
+            blocks = [sublayer for sublayer in model_map.sublayers if sublayer.layer == blocks[0].layer]
+        chosen = [sublayer for sublayer in blocks if kind in (None, sublayer.kind)]
+        if last < first or not chosen or (kind is None and not _is_whole(chosen, model_map)):
+            raise InputError(f"block {name}: layer {label_of(stack, index)} has no such block that is known")
+        selected += chosen
     return selected
 
 
-def _check_whole_layer(name: str, blocks: Sequence[Sublayer], model_map: ModelMap) -> None:
-    """Refuse a layer of which only the attention is known, unless its feed-forward block was removed earlier."""
-    layer = model_map.model.get_submodule(blocks[0].layer)
-    if any(sublayer.kind == FEED_FORWARD for sublayer in blocks) or has_absent(layer):
-        return
-    raise InputError(f"block {name}: nothing is known of the feed-forward block of layer {blocks[0].label}")
+def _is_whole(blocks: Sequence[Sublayer], model_map: ModelMap) -> bool:
+    """Return whether the feed-forward block of a layer is known, too, or was removed earlier."""
+    has_feed_forward = any(sublayer.kind == FEED_FORWARD for sublayer in blocks)
+    return has_feed_forward or has_absent(model_map.model.get_submodule(blocks[0].layer))

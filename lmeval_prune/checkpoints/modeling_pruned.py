@@ -3,8 +3,8 @@
 This file is part of lmeval-prune and is copied into the checkpoints that need it. There it is loaded with
 `trust_remote_code=True` and imports only torch and transformers. It builds the stock model, then replaces the modules
 that are absent, and changes the shapes of parameters and the counts of modules, as the configuration says under
-`pruned_modules`. The files of the weights
-have names that no stock class looks for, because a stock class would load the weights that fit and draw the others.
+`pruned_modules`. The files of the weights have names that no stock class looks for, because a stock class would load
+the weights that fit and draw the others.
 """
 
 from __future__ import annotations
@@ -50,9 +50,6 @@ class Absent(nn.Module):
         super().__init__()
         self.outputs: list[Any] = [None if source is None else tuple(source) for source in outputs]
         self.is_tuple = is_tuple
-        for source in filter(None, self.outputs):
-            if [*map(type, source)] != [str, int, bool]:
-                raise TypeError(f"{source!r} is no argument of a module")
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """Return the outputs."""
@@ -75,21 +72,16 @@ class Pruned:
         prefix = f"{model.base_model_prefix}."
         # without a head, the names of the base model's modules lack the prefix
         removed = "" if hasattr(model, model.base_model_prefix) else prefix
-        with _checked_entries("shapes", "attributes", "absent"):
-            shapes, attributes = (config.pruned_modules[part].items() for part in ("shapes", "attributes"))
-            absent = config.pruned_modules.get("absent", {}).items()
-        for name, arguments in absent:
-            with _checked_entries(name):
-                _remove(model, name.removeprefix(removed), Absent(*arguments))
-        for name, shape in shapes:
+        entries = config.pruned_modules
+        for name, arguments in entries.get("absent", {}).items():
+            _remove(model, name.removeprefix(removed), Absent(*arguments))
+        for name, shape in entries["shapes"].items():
             path, _, parameter = name.removeprefix(removed).rpartition(".")
-            with _checked_entries(name):
-                _reshape(model.get_submodule(path), parameter, shape)
-        for name, counts in attributes:
-            with _checked_entries(name):
-                module = model.get_submodule(name.removeprefix(removed))
-                for attribute, value in counts.items():
-                    _set_count(module, attribute, value)
+            _reshape(model.get_submodule(path), parameter, shape)
+        for name, counts in entries["attributes"].items():
+            module = model.get_submodule(name.removeprefix(removed))
+            for attribute, value in counts.items():
+                _set_count(module, attribute, value)
 
     @classmethod
     def is_custom_code(cls) -> bool:
@@ -125,31 +117,8 @@ def without_warnings_of_layers() -> Iterator[None]:
         logger.removeFilter(is_shown)
 
 
-@contextmanager
-def _checked_entries(*names: str) -> Iterator[None]:
-    """Raise `ValueError` with the names of entries of `pruned_modules` that do not fit the stock model."""
-    try:
-        yield
-    except Exception as error:  # torch raises errors of many types for wrong names, types and sizes
-        raise ValueError(
-            f"config.json: {' or '.join(names)} of pruned_modules does not fit ({error}); fetch or cut the model again"
-        ) from error
-
-
 def _set_count(module: Any, name: str, value: Any) -> None:
-    """Set a count of a module, or counts of its configuration."""
-    if name == "config":
-        for own, count in value.items():
-            _check_count(getattr(module.config, own), count)
-        module.config = LayerConfig(module.config, value)
-    else:
-        _check_count(getattr(module, name), value, smallest=int(name not in LAYER_NUMBERS))
-        setattr(module, name, value)
-
-
-def _check_count(before: Any, value: Any, smallest: int = 1) -> None:
-    if type(before) is not int or type(value) is not int or value < smallest:
-        raise TypeError(f"{value!r} cannot replace {before!r}: it is no count")
+    setattr(module, name, LayerConfig(module.config, value) if name == "config" else value)
 
 
 def _remove(model: Any, name: str, absent: Absent) -> None:

@@ -28,32 +28,12 @@ _CROSS = "cross."  # begins the names of cross-attention blocks
 PLAN = "plan.json"  # what `cut` removed; a checkpoint that was trained after that has none
 
 
-class Removed(TypedDict):
-    """Numbers of removed units of a stage, and what stays with zero weights by layer."""
-
-    heads: int
-    kv_heads: int
-    channels: int
-    fillers: dict[str, list[int]]
-    zeroed_channels: dict[str, int]  # channels that stay with zero weights, by layer
-    blocks: NotRequired[int]
-    layers: NotRequired[int]
-
-
-class Parent(TypedDict):
-    """The model that a stage cut."""
-
-    name: str
-    revision: str
-    channels: dict[str, int]
-
-
 class Stage(TypedDict):
     """One cut."""
 
-    parent: Parent
+    parent: dict[str, Any]  # the model that was cut
     plan: dict[str, Any]
-    removed: Removed
+    removed: dict[str, Any]  # numbers of removed units, and what stays with zero weights by layer
     removed_blocks: NotRequired[list[str]]  # names of the blocks that are gone, also of those that lost all units
     kept_heads: dict[str, list[int]]
     kept_layers: NotRequired[dict[str, str]]  # label before the cut by the label after it, if blocks are absent
@@ -99,7 +79,7 @@ def save_checkpoint(
         parent: the model that was cut, whose companions are copied and which must not be overwritten.
         revision: of the parent.
     """
-    with new_folder(folder, lambda path: check_folder(path, [parent])) as unfinished:
+    with new_folder(folder, lambda path: check_folder(path, [parent], keeps_trained=False)) as unfinished:
         _write_model(unfinished, model)
         if tokenizer is not None:
             tokenizer.save_pretrained(unfinished)
@@ -110,26 +90,29 @@ def save_checkpoint(
         write_artefact(unfinished / MANIFEST, SCHEMA, VERSION, {**manifest, "files": files})
 
 
-def check_folder(folder: str | os.PathLike[str], parents: Collection[str] = ()) -> None:
-    """Raise `InputError` if a folder holds anything but an unchanged checkpoint of this package, or is a parent."""
+def check_folder(folder: str | os.PathLike[str], parents: Collection[str] = (), keeps_trained: bool = True) -> None:
+    """Raise `InputError` if a folder holds anything but an unchanged checkpoint of this package, or is a parent.
+
+    `keeps_trained`: neither one that was trained.
+    """
     folder = Path(folder)
-    if folder.is_file():
-        raise InputError(f"{folder} is a file; name a folder for the checkpoint")
     if not folder.is_dir() or not any(folder.iterdir()):
         return
     if any(Path(parent).is_dir() and folder.samefile(parent) for parent in parents if parent):
         raise InputError(f"{folder} is the model that is cut, which would be lost; name another folder")
-    digests = (read_manifest(folder) or {}).get("files", {})
-    if foreign := sorted(set(_files(folder)) - set(digests)):
+    manifest = read_manifest(folder) or {"files": {}}
+    if keeps_trained and is_trained(manifest):
+        raise InputError(f"{folder} holds a trained checkpoint, which would be lost; name another folder")
+    known = {
+        name
+        for name, digest in manifest["files"].items()
+        if (folder / name).is_file() and content_digest(folder / name) == digest
+    }
+    if foreign := sorted(set(_files(folder)) - known):
         raise InputError(
-            f"{folder} holds files that do not belong to a checkpoint of lmeval-prune ({first_few(foreign, most=3)}), "
-            f"which would be lost; name another folder"
+            f"{folder} holds files that do not belong to a checkpoint of lmeval-prune, or have changed "
+            f"({first_few(foreign, most=3)}), which would be lost; name another folder"
         )
-    for name, digest in digests.items():
-        if (folder / name).is_file() and content_digest(folder / name) != digest:
-            raise InputError(
-                f"{folder}/{name} was changed after lmeval-prune wrote it, and would be lost; name another folder"
-            )
 
 
 def _files(folder: Path) -> list[str]:
@@ -140,7 +123,6 @@ def _files(folder: Path) -> list[str]:
 
 
 def _write_model(folder: Path, model: Any) -> None:
-    """Write weights, configuration and generation settings, and for a `Pruned` model its code."""
     config = model.config
     if not has_pruned_layers(config):
         _save(model, folder)

@@ -18,24 +18,15 @@ from markupsafe import Markup
 from safetensors.torch import save
 
 from lmeval_prune.architectures import AttentionLayer, ModelMap, map_model
-from lmeval_prune.architectures.blocks import is_transposed
+from lmeval_prune.architectures.blocks import is_transposed, weight_of
 from lmeval_prune.artefacts import content_digest, digest, new_folder, output_lock, write_artefact, write_bytes
 from lmeval_prune.checkpoints import embedded
 from lmeval_prune.checkpoints.identity import checkpoint_identity
-from lmeval_prune.checkpoints.skeleton import is_quantised, skeleton_of
-from lmeval_prune.errors import InputError, refuse_file
-from lmeval_prune.export.gguf_adapter import check_gguf_base, check_gguf_weights, write_gguf_adapter
+from lmeval_prune.checkpoints.skeleton import is_quantised, skeleton_of, with_weights
+from lmeval_prune.errors import InputError
+from lmeval_prune.export.gguf_adapter import check_gguf_weights, write_gguf_adapter
 from lmeval_prune.export.gguf_format import SERVER_DTYPES, gguf_architecture
-from lmeval_prune.export.manifest import (
-    MANIFEST,
-    SCHEMA,
-    VERSION,
-    adapter_name,
-    has_adapters,
-    read_adapter,
-    read_adapters,
-)
-from lmeval_prune.export.projections import Projections
+from lmeval_prune.export.manifest import MANIFEST, SCHEMA, VERSION, adapter_name, read_adapter
 from lmeval_prune.export.updates import Update
 from lmeval_prune.interventions.compensation import tensors_digest
 from lmeval_prune.interventions.head_mask import HeadMask
@@ -67,24 +58,20 @@ class AdapterExport:
         served: str | None = None,
         revision: str | None = None,
     ) -> None:
-        refuse_file(output, " for the adapters")
         self.pretrained, self.revision = pretrained, revision
         self.output, self.format = Path(output), format
         self.served = served or embedded.resolve(pretrained)
-        self.model_map = map_model(skeleton_of(pretrained, revision))
-        check_adaptable(self.model_map, pretrained)
+        skeleton = skeleton_of(pretrained, revision)
+        check_adaptable(map_model(skeleton), pretrained)
+        self.model_map = map_model(with_weights(skeleton, pretrained, revision))
+        self.names = {module: name for name, module in self.model_map.model.named_modules()}
         self.architecture = gguf_architecture(self.model_map) if format == "gguf" else ""
-        self.projections = Projections(pretrained, self.model_map, revision)
-        stored = self.projections.weight(self.model_map.attention[0]).dtype
+        stored = weight_of(self.model_map.attention[0].o_proj).dtype
         self.torch_dtype = SERVER_DTYPES[dtype] if dtype else stored
         self.dtype = str(self.torch_dtype).removeprefix("torch.")
-        # files of ollama have other names
-        served_file = Path(self.served) if format == "gguf" and (served or self.served.endswith(".gguf")) else None
-        if served_file:
-            check_gguf_base(served_file, self.architecture, self.model_map, self.torch_dtype)
         self.masks = self._by_name(masks)
-        if served_file:
-            check_gguf_weights(served_file, self._pruned_weights())
+        if format == "gguf" and (served or self.served.endswith(".gguf")):  # files of ollama have other names
+            check_gguf_weights(Path(self.served), self._pruned_weights())
         self.rank = max(self._rank(mask) for mask in self.masks.values())
         self.base = {
             "pretrained": self.served,
@@ -96,9 +83,7 @@ class AdapterExport:
 
     def _by_name(self, masks: Sequence[HeadMask]) -> dict[str, HeadMask]:
         """Return the masks by adapter name, ordered by layer, without duplicates."""
-        has_origin = any(mask.origin for mask in masks)  # fitting an artefact compares its weights with the model's
-        model_map = map_model(self.projections.model) if has_origin else self.model_map
-        resolved = [mask.fit_to(model_map) for mask in masks]
+        resolved = [mask.fit_to(self.model_map) for mask in masks]
         resolved.sort(key=lambda mask: [layer.index for layer, _ in self._layers(mask)])
         return {adapter_name(mask.heads): mask for mask in resolved}
 
@@ -109,7 +94,7 @@ class AdapterExport:
         """Yield the number and the output projection, in the server's type, of each layer that a mask prunes."""
         pruned = {layer.index: layer for mask in self.masks.values() for layer, _ in self._layers(mask)}
         for number, layer in sorted(pruned.items()):
-            yield number, self.projections.weight(layer).to(self.torch_dtype)
+            yield number, weight_of(layer.o_proj).to(self.torch_dtype)
 
     def _rank(self, mask: HeadMask) -> int:
         return max(len(heads) * layer.head_dim for layer, heads in self._layers(mask))
@@ -117,7 +102,6 @@ class AdapterExport:
     def run(self) -> Iterator[tuple[str, bool]]:
         """Write the adapters; yield the name of each, and whether it is new."""
         with output_lock(self.output):
-            self._check_folder()
             for name, mask in self.masks.items():
                 folder = self.output / name
                 exists = folder.exists()
@@ -129,24 +113,11 @@ class AdapterExport:
                         self._write(temporary, name, mask, updates)
                 yield name, not exists
 
-    def _check_folder(self) -> None:
-        """Refuse a folder with adapters of other weights or another type for the same server, which would load them."""
-        for name, adapter in read_adapters(self.output).items() if has_adapters(self.output) else ():
-            if (adapter["format"], adapter["base"]["pretrained"]) != (self.format, self.served):
-                continue
-            differs = None
-            if adapter["dtype"] != self.dtype:
-                differs = f"dtype ({adapter['dtype']}, not {self.dtype})"
-            elif adapter["base"]["checkpoint"] != self.base["checkpoint"]:
-                differs = "base model of the same name"
-            if differs:
-                raise InputError(f"{self.output / name} is an adapter of another {differs}; name another folder")
-
     def updates(self, mask: HeadMask) -> Iterator[Update]:
         """Compute and check the update of each layer of a mask."""
         for layer, heads in self._layers(mask):
-            weight = self.projections.weight(layer).to(self.torch_dtype)
-            yield Update.of(self.projections.name(layer), layer, heads, weight, self.rank)
+            weight = weight_of(layer.o_proj).to(self.torch_dtype)
+            yield Update.of(self.names[layer.o_proj], layer, heads, weight, self.rank)
 
     def _check_existing(self, folder: Path, mask: HeadMask) -> None:
         manifest = read_adapter(folder)
@@ -156,7 +127,7 @@ class AdapterExport:
         if differs:
             raise InputError(f"{folder} is an adapter of another {differs[0]}; name another folder, or remove it")
         for name, sha256 in manifest["files"].items():
-            if not (folder / name).is_file() or content_digest(folder / name) != sha256:
+            if content_digest(folder / name) != sha256:
                 raise InputError(f"{folder}/{name} has changed since the export; remove {folder} to export it again")
 
     def _write(self, folder: Path, name: str, mask: HeadMask, updates: list[Update]) -> None:
@@ -220,14 +191,9 @@ class AdapterExport:
 
 def check_adaptable(model_map: ModelMap, pretrained: str) -> None:
     """Refuse a model whose output projections LoRA cannot update exactly."""
-    if is_quantised(model_map.model):
+    kinds = {type(layer.o_proj).__name__ for layer in model_map.attention}
+    if is_quantised(model_map.model) or not kinds <= {*PLAIN_LINEAR_CLASSES}:
         raise InputError(
-            f"{pretrained} is quantised, and an adapter cannot cancel quantised weights exactly; give its dequantised "
-            f"weights as --pretrained, and {pretrained} as --served"
+            f"an adapter cannot cancel columns of {pretrained} exactly (quantised, or {' and '.join(sorted(kinds))}); "
+            f"give plain weights as --pretrained, and {pretrained} as --served"
         )
-    for layer in model_map.attention:
-        if type(layer.o_proj).__name__ not in PLAIN_LINEAR_CLASSES:
-            raise InputError(
-                f"the output projection {layer.name} of this {model_map.model_type} model is a "
-                f"{type(layer.o_proj).__name__}, not a plain linear layer: LoRA cannot update it"
-            )

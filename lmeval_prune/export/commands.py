@@ -101,7 +101,7 @@ def model(
     """
     from lmeval_prune.export.servers import model_lines
     from lmeval_prune.interventions.plan import Plan, load_plan
-    from lmeval_prune.surgery.writing import write_cut
+    from lmeval_prune.surgery.cut import write_cut
 
     if plan and (blocks or heads):
         raise InputError("--plan, --blocks and --heads say what to remove; give the plan or the others")

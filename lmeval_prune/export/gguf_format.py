@@ -37,10 +37,8 @@ def gguf_architecture(model_map: ModelMap) -> str:
     - `qwen3` is the only one that normalises queries and keys.
     """
     family, config = model_map.model_type, model_map.model.config
-    if family not in FAMILIES:
-        raise InputError(f"{family} models are not written as GGUF yet; supported: {', '.join(FAMILIES)}")
-    if text_config(model_map.model) is not config:  # a language model with towers for images or sound
-        raise InputError(f"{config.model_type} models are not written as GGUF yet, only language models of their own")
+    if family not in FAMILIES or text_config(model_map.model) is not config:  # the latter: towers for images or sound
+        raise InputError(f"{config.model_type} models are not written as GGUF; supported: {', '.join(FAMILIES)}")
     is_uniform = len({(layer.heads, layer.kv_heads, layer.channels) for layer in gguf_layers(model_map)}) == 1
     biases = [name for name, _ in model_map.model.named_parameters() if name.endswith(".bias")]
     has_biases = any(not (family == "qwen2" and name.endswith(_QWEN2_BIASES)) for name in biases)

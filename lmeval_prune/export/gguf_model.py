@@ -54,8 +54,6 @@ def export_gguf(
     if tokenizer is not None:
         check_tokenizer(tokenizer, splitting)
     check_writable(output)
-    if Path(output).exists():
-        raise InputError(f"{output} exists; name another output, or delete it")
     if plan:
         result = cut_checkpoint(pretrained, plan, revision, zeroed)
         model, manifest = result.model, result.manifest
@@ -114,11 +112,9 @@ def check_writable_as_gguf(model_map: ModelMap) -> str:
     """Return the architecture for a model, with or without weights; refuse a model that cannot be written."""
     config = model_map.model.config
     architecture = gguf_architecture(model_map)
-    rope_type = rope_of(config)["rope_type"]
-    if rope_type not in ("default", "linear", "llama3"):
-        raise InputError(f"rope of type {rope_type} is not written as GGUF yet; write a checkpoint instead")
-    if config.hidden_act != "silu":
-        raise InputError(f"llama.cpp's {architecture} computes with silu, this model with {config.hidden_act}")
+    rope_type, activation = rope_of(config)["rope_type"], config.hidden_act
+    if rope_type not in ("default", "linear", "llama3") or activation != "silu":
+        raise InputError(f"llama.cpp's {architecture} has no rope of type {rope_type} with {activation}")
     return architecture
 
 
@@ -152,7 +148,6 @@ def _number_or_list(numbers: Sequence[int]) -> Any:
 
 
 def _renumbered(name: str, layers: Sequence[GGUFLayer]) -> str:
-    """Return the name of a tensor under the number that its layer has in the file."""
     for layer in layers:
         if name.startswith(f"{layer.name}."):
             return f"{layer.name.rpartition('.')[0]}.{layer.number}{name.removeprefix(layer.name)}"
@@ -176,8 +171,7 @@ def _add_tensors(file: GGUFFile, model_map: ModelMap, architecture: str, dtype: 
         if name == "lm_head.weight" and tensor.data_ptr() == model.get_input_embeddings().weight.data_ptr():
             continue  # llama.cpp uses the embeddings instead
         gguf_name = gguf_name_of(_renumbered(name, layers))
-        if gguf_name is None:
-            raise InputError(f"llama.cpp's {architecture} has no tensor for {name} of this model")
+        assert gguf_name, f"llama.cpp's {architecture} has no tensor for {name}"
         heads = heads_of_rows.get(name.rpartition(".")[0], 0)
         file.add(gguf_name, tensor, dtype if tensor.dim() > 1 else torch.float32, heads)
     if rope_of(model.config)["rope_type"] == "llama3":

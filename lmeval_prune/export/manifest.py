@@ -18,15 +18,6 @@ MANIFEST = "lmeval_prune.json"
 MAX_NAME_LENGTH = 120  # file systems allow 255
 
 
-class Base(TypedDict):
-    """Base model of an adapter."""
-
-    pretrained: str
-    name: str
-    revision: str
-    checkpoint: str
-
-
 class Adapter(TypedDict):
     """Fields of an adapter's manifest."""
 
@@ -36,7 +27,7 @@ class Adapter(TypedDict):
     dtype: str
     rank: int
     hash: str  # digest of weights, modules and dtype
-    base: Base
+    base: dict[str, Any]  # the model: name, revision, digest of the checkpoint, heads
     modules: dict[str, list[int]]
     files: dict[str, str]
 
@@ -74,20 +65,7 @@ def read_adapters(folder: str | os.PathLike[str]) -> dict[str, dict[str, Any]]:
     return {adapter["name"]: adapter for adapter in adapters}
 
 
-def has_adapters(folder: str | os.PathLike[str]) -> bool:
-    """Return whether a folder exists and has adapters."""
-    return bool(_adapter_folders(Path(folder)))
-
-
 def _adapter_folders(folder: Path) -> list[Path]:
     """Return the folders of adapters. Exported checkpoints, whose manifests have the same file name, are left out."""
     paths = [path for path in folder.glob(f"*/{MANIFEST}") if not path.parent.name.startswith(".")]
-    return [path.parent for path in paths if not _is_checkpoint(path)]
-
-
-def _is_checkpoint(manifest: Path) -> bool:
-    """Return whether a manifest belongs to a checkpoint, by its schema."""
-    try:
-        return bool(read_json(manifest).get("schema", SCHEMA) != SCHEMA)
-    except InputError:
-        return False  # a broken manifest is refused when it is read
+    return [path.parent for path in paths if read_json(path).get("schema") == SCHEMA]

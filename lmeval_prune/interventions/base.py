@@ -141,7 +141,7 @@ class Intervention(Settings, ABC):
     origin: Origin | None = field(default=None, kw_only=True, compare=False, repr=False)
 
     @classmethod
-    def prefix(cls) -> str:
+    def message_prefix(cls) -> str:
         """Return the method's name before a field's in messages: `METHOD.`."""
         return f"{method_name(cls)}."
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
@@ -41,7 +41,7 @@ def importance(
     Args:
         pretrained: model, as for lm_eval, or a cut checkpoint
         output: JSON file for the scores: a plan that removes nothing and stores the scores; a picture is written
-            beside it. Scores that were made there with the same settings are replaced
+            beside it
         method: METHODS
         options: options of the method, e.g. alpha=0.5,entropy=raw
         channels: also score feed-forward channels
@@ -55,7 +55,6 @@ def importance(
     from lmeval_prune.artefacts import check_writable
     from lmeval_prune.checkpoints.skeleton import skeleton_of, with_weights
     from lmeval_prune.interventions.plan import Plan
-    from lmeval_prune.planning.replacing import RECORD, check_replaceable, scoring_settings
     from lmeval_prune.pruners.base import check_scores, make_pruner, per_member
     from lmeval_prune.pruners.estimate import Estimate
     from lmeval_prune.pruners.layer_store import Removal
@@ -69,15 +68,13 @@ def importance(
     pruner.check(kinds, text_options.has_text)
     skeleton = skeleton_of(pretrained, revision)
     pruner.check_model(map_model(skeleton))
-    record = scoring_settings(text_options, pretrained, revision, pruner, channels)
-    check_replaceable(output, "importance", record)
     text = _calibration(skeleton, pretrained, revision, text_options, output) if pruner.reads_text else None
     model_map = map_model(with_weights(skeleton, pretrained, revision).to(torch_device))
     calibration = text.of(model_map.model) if text else None
     read = replace(calibration, report=Estimate("scoring", partial(print, flush=True))) if calibration else None
     rows: dict[str, list[float]]
     if pruner.depth_only:
-        identity = [record, model_map.weights, calibration.record()] if calibration else None
+        identity = [pruner.identity, model_map.weights, calibration.record()] if calibration else None
         sums = ScoreStore(_work_folder(output), identity).sums("scores") if identity else None
         depth = depth_parts_of(model_map)
         scores = check_scores(pruner, pruner.depth_scores(model_map, read, depth, Removal(), sums), depth).values
@@ -93,8 +90,7 @@ def importance(
         columns, scored = None, "heads"
         ranked = sorted((x, f"{label}H{n}") for label, values in rows.items() for n, x in enumerate(values))
     calibrated = {"calibration": calibration.record()} if calibration else {}
-    provenance = {**pruner.identity, **calibrated, RECORD: record}
-    Plan(scores=scores, provenance=provenance).save(output, model_map)
+    Plan(scores=scores, provenance={**pruner.identity, **calibrated}).save(output, model_map)
     rmtree(_work_folder(output), ignore_errors=True)
     draw_scores(rows, f"{method} of {model_map.name}", Path(output).with_suffix(""), columns)
     print(f"{output} and its picture: {len(ranked)} {scored} of {model_map.name} by {method}")
@@ -122,14 +118,14 @@ def prune(
 
     Args:
         pretrained: model, as for lm_eval, or a cut checkpoint
-        output: path of the plan, a JSON file; a plan that was made there with the same settings is replaced
+        output: path of the plan, a JSON file
         method: METHODS; default: flap, which needs --task or --text
         options: options of the method, e.g. alpha=0.5,entropy=raw
         ffn_method: method that scores channels; default: the same method
         ffn_options: options of that method, e.g. seed=1
         scores: output of `importance`: its scores are used, not computed again. Another method and other options than
             the stored ones are refused. With ffn_method, only the scores of heads are used
-        cut: folder for the smaller checkpoint; replaced as the plan is
+        cut: folder for the smaller checkpoint
         revision: revision of the model
         device: cpu or cuda; default: a GPU if there is one
     """
@@ -140,17 +136,15 @@ def prune(
     from lmeval_prune.architectures import map_model
     from lmeval_prune.artefacts import check_writable
     from lmeval_prune.checkpoints.pruned import check_folder
-    from lmeval_prune.checkpoints.skeleton import check_unquantised, skeleton_of, with_weights
+    from lmeval_prune.checkpoints.skeleton import skeleton_of, with_weights
     from lmeval_prune.checkpoints.tokenizer import tokenizer_of
     from lmeval_prune.distance.effect import print_effect
     from lmeval_prune.distance.tokens import logits_under
     from lmeval_prune.interventions.plan import Plan
-    from lmeval_prune.planning.replacing import RECORD, check_replaceable, command_settings
     from lmeval_prune.pruners.base import make_pruner
     from lmeval_prune.pruners.schedule import check_methods, resolve_options, stages
     from lmeval_prune.pruners.scoring import kinds_read_for
-    from lmeval_prune.surgery.cut import check_cuttable, cut_to
-    from lmeval_prune.surgery.writing import print_cut
+    from lmeval_prune.surgery.cut import check_cuttable, cut_to, print_cut
 
     torch_device, scored = resolve_device(device), None
     if scores:
@@ -174,13 +168,10 @@ def prune(
     pruning = resolve_options(pruning, pruner, skeleton_map, channel_pruner)
     check_methods(pruner, channel_pruner, skeleton_map, pruning, text_options.has_text, stored)
     check_writable(output)
-    record = command_settings(all_options, pretrained, revision, (pruner, channel_pruner), scores)
-    check_replaceable(output, "prune", record, cut)
     if cut:
         check_folder(cut, [pretrained])
         check_writable(cut, folder=True)
         check_cuttable(skeleton_map, "heads" in pruning.kinds)
-        check_unquantised(skeleton, pretrained)
 
     reading = kinds_read_for(pruning, pruner, channel_pruner, stored)
     is_read = reading or pruning.compensation != "none"
@@ -192,12 +183,13 @@ def prune(
     renew, work = text.renewed(model_map.model) if text else None, _work_folder(output)
     progress = partial(print, flush=True)
     *_, plan = stages(pruner, model_map, pruning, calibration, channel_pruner, stored, progress, work, renew)
-    provenance = {**plan.provenance, RECORD: record}
-    if scored:
-        provenance = _with_texts(provenance, scored, stored, [*reading, str(pruning.compensation)], calibration)
-    plan = replace(plan, provenance=provenance)
+    if scored and stored and "calibration" in scored.provenance:  # of the scores; what else was read stands beside it
+        texts = {"calibration": scored.provenance["calibration"], "beside_scores": plan.provenance.get("calibration")}
+        plan = replace(plan, provenance={**plan.provenance, **texts})
     plan.save(output, model_map)
-    _print_plan(output, plan, model_map)
+    counted = plan.provenance.get("parameters")
+    share = f", {counted['removed'] / counted['removable']:.2%} of the removable parameters" if counted else ""
+    print(f"{output}: {plan.summary(model_map)}{share}; requested: {plan.provenance['removes']}")
     tokenizer = tokenizer_of(pretrained, revision)
     print_effect(model_map.model, logits_under([plan], model_map), tokenizer, calibration.unread if calibration else ())
     if cut:
@@ -219,8 +211,7 @@ def cut_model(
     Args:
         pretrained: model of the plan
         plan: file of the plan, or of a head mask
-        output: folder for the checkpoint; one that was cut there from the same model by the same plan is replaced when
-            the new one is complete
+        output: folder for the checkpoint; one that was cut there is replaced when the new one is complete
         revision: revision of the model
         allow_empty_layer: let a layer lose all its heads
         allow_other_model: accept a plan of another model, if it fits
@@ -229,7 +220,7 @@ def cut_model(
     from lmeval_prune.distance.effect import print_effect
     from lmeval_prune.distance.tokens import logits_of
     from lmeval_prune.interventions.plan import load_plan
-    from lmeval_prune.surgery.writing import write_cut
+    from lmeval_prune.surgery.cut import write_cut
 
     smaller = write_cut(pretrained, load_plan(plan, allow_other_model, allow_empty_layer), output, revision)
     print_effect(smaller.parent.model, logits_of(smaller.model), tokenizer_of(pretrained, revision))
@@ -241,7 +232,6 @@ def _work_folder(output: str) -> Path:
 
 
 def _calibration(skeleton: Any, pretrained: str, revision: str | None, text_options: TextOptions, output: str) -> Any:
-    """Return the source of the calibration text."""
     from lmeval_prune.checkpoints.tokenizer import tokenizer_of
     from lmeval_prune.planning.texts import read_text, responses_folder
 
@@ -270,41 +260,3 @@ def _stored_method(
             f"or score again"
         )
     return stored_method, stored
-
-
-def _with_texts(
-    provenance: Mapping[str, Any], scored: Any, stored: Mapping[str, Any], reading: Sequence[str], calibration: Any
-) -> dict[str, Any]:
-    """Return the provenance of a plan by stored scores: each calibration text stands under the key of its purpose.
-
-    `reading` are the kinds that are scored now, and the compensation.
-    """
-    from lmeval_prune.pruners.scoring import has_scores_of
-
-    provenance = {name: value for name, value in provenance.items() if name != "calibration"}
-    if stored and "calibration" in scored.provenance:
-        is_of_channels = has_scores_of(stored, "channels") and not has_scores_of(stored, "heads")
-        provenance["ffn_calibration" if is_of_channels else "calibration"] = scored.provenance["calibration"]
-    compensation = dict.fromkeys(("bias", "least_squares"), "compensation_calibration")
-    names = {"heads": "calibration", "channels": "ffn_calibration", "none": "", **compensation}
-    texts = dict.fromkeys(names.get(kind, "depth_calibration") for kind in reading)
-    return provenance | {name: calibration.record() for name in texts if name}
-
-
-def _print_plan(output: str, plan: Any, model_map: Any) -> None:
-    """Print the removed units."""
-    from lmeval_prune.architectures.sublayer_names import compact_names
-
-    report = plan.report(model_map)["plan"]
-    counts = [f"{report['heads_pruned']} of {report['heads_total']} heads"]
-    if report["kv_heads_pruned"]:
-        counts.append(f"{report['kv_heads_pruned']} of {report['kv_heads_total']} key-value heads")
-    if report["channels_pruned"]:
-        counts.append(f"{report['channels_pruned']} of {report['channels_total']} channels")
-    if "blocks_pruned" in report:
-        blocks = f"{report['blocks_pruned']} of {report['blocks_total']} blocks ({compact_names(plan.blocks)})"
-        counts = [*(count for count in counts if not count.startswith("0 ")), blocks]
-    parameters = plan.provenance.get("parameters")
-    share = f", {parameters['removed'] / parameters['removable']:.2%} of the removable parameters" if parameters else ""
-    requested = plan.provenance["removes"]
-    print(f"{output}: removes {', '.join(counts)} of {model_map.name}{share}; requested: {requested}")

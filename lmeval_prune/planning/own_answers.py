@@ -163,11 +163,6 @@ class Answerer:
         encoded: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
         return encoded
 
-    def check_scoring(self, document: Mapping[str, Any], metric: str | None = None) -> None:
-        """Score an empty answer to a document: `InputError` if the metric is none of the task, or not 0 or 1."""
-        name, _ = tries.choose_metric(self.task, metric)
-        tries.outcomes(self.task, name, [document], [""])
-
     def outcomes(
         self, questions: Sequence[Question], answers: Sequence[Sequence[OwnAnswer]], metric: str | None = None
     ) -> list[list[bool]]:
@@ -209,7 +204,8 @@ class OwnText(TextSource):
     """
 
     def __init__(self, skeleton: Any, tokenizer: Any, options: TextOptions, responses: Path) -> None:
-        check_generates(skeleton)
+        if not (model_map := map_model(skeleton)).predicts_next_token:
+            raise InputError(f"own answers need a causal language model; this {model_map.model_type} model is none")
         self.options = options
         task, documents = training_documents(str(options.task))
         check_generative(task)
@@ -263,16 +259,10 @@ def calibration_text(
     return CalibrationText.from_answers(name, rows, batch, prompts_count, record)
 
 
-def check_generates(model: Any) -> None:
-    """Raise `InputError` for a model, perhaps without weights, that is no causal language model."""
-    if not map_model(model).predicts_next_token:
-        raise InputError(f"own answers need a causal language model; this {model.config.model_type} model is none")
-
-
-def check_generative(task: Any, reader: str = "own answers are generated", remedy: str = "name another task") -> None:
-    """Raise `InputError` for a task whose questions are not answered by generated texts; `reader` needs such."""
+def check_generative(task: Any) -> None:
+    """Raise `InputError` for a task whose questions are not answered by generated texts."""
     if task.get_config("output_type") != "generate_until":
-        raise InputError(f"task {task.task_name} is not generative, and {reader}; {remedy}")
+        raise InputError(f"task {task.task_name} is not generative, and own answers are generated; name another task")
 
 
 # --------------------------------------------------------------------------- what a student learns

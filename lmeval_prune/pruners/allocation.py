@@ -2,13 +2,12 @@
 
 The units that a layer can lose of one kind (heads or channels, or the layer itself or a block) form a `UnitPool`. A
 budget is a share of all units in the pools. A budget of parameters is met within one unit, or refused; only
-`flap_reference`, which does not count parameters, may miss it, with a warning. A budget of heads or channels removes as
-many whole units as fit.
+`flap_reference`, which does not count parameters, may miss it. A budget of heads or channels removes as many whole
+units as fit.
 """
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -35,12 +34,11 @@ from lmeval_prune.pruners.parts import (
     parts_of,
 )
 
-logger = logging.getLogger(__name__)
-
 REFERENCE = "flap_reference"
 REFERENCE_COSTS = {HEADS: int(512 / 3), CHANNELS: 1}  # cost of a head of 128 columns in channels, as in FLAP's code
 STANDARDISED = ("standardised", REFERENCE)  # allocations that compare heads with channels
 _HALF = 0.5 + 1e-9  # largest rounding error, in units
+_EMPTY_LAYER = "a ratio of {} would empty a layer; lower --ratio, or --allow_empty_layer"
 
 
 @dataclass(frozen=True)
@@ -112,8 +110,6 @@ def unit_pools(
         units, values = _ranked(part, torch.zeros(part.size) if scores is None else scores[part.key], unit, already)
         cost = units.shape[1] if options.budget == "heads" else part.cost(unit)
         pools.append(UnitPool(part.key, [*map(tuple, units.tolist())], values, cost, len(already) // units.shape[1]))
-    if not pools:
-        raise InputError(f"the model has no {' or '.join(budget.kinds)} to remove, or all layers are skipped")
     for stack in model_map.stacks:
         attend = {x.label for x in model_map.sublayers if (x.stack, x.kind) == (stack, ATTENTION)}
         holders = [n for n, pool in enumerate(pools) if pool.kind in (LAYERS, ATTENTION) and pool.label in attend]
@@ -189,16 +185,10 @@ def removed_by(pools: Sequence[UnitPool], counts: Sequence[int], before: Removed
     return others | {key: members for key, members in after.items() if members}
 
 
-def parameter_counts(pools: Sequence[UnitPool], counts: Sequence[int], budget: Budget) -> dict[str, int]:
-    """Return the numbers of removable and of removed parameters; warn if the budget is missed by more than one unit."""
-    removable = sum(pool.total for pool in pools)
+def parameter_counts(pools: Sequence[UnitPool], counts: Sequence[int]) -> dict[str, int]:
+    """Return the numbers of removable and of removed parameters."""
     removed = sum(count * pool.cost for pool, count in zip(pools, counts, strict=True))
-    if abs(removed - budget.ratio * removable) > max(pool.cost for pool in pools) * (1 + 1e-9):
-        logger.warning(
-            "allocation %s misses the budget by more than one unit: %.1f%% of the removable parameters are removed "
-            "instead of %.1f%%", budget.allocation, 100 * removed / removable, 100 * budget.ratio
-        )  # fmt: skip
-    return {"removable": round(removable), "removed": round(removed)}
+    return {"removable": round(sum(pool.total for pool in pools)), "removed": round(removed)}
 
 
 def _whole_units(pools: Sequence[UnitPool], budget: Budget) -> list[int]:
@@ -239,7 +229,7 @@ def _by_layer(pools: Sequence[UnitPool], budget: Budget) -> list[int]:
         carried[pool.kind] -= more * pool.cost
     for kind, left in carried.items():
         if left > max((pool.cost for pool in pools if pool.kind == kind), default=0.0) * _HALF:
-            raise _empty_layer_error(budget.ratio)
+            raise InputError(_EMPTY_LAYER.format(budget.ratio))
     return counts
 
 
@@ -253,8 +243,6 @@ def _layer_shares(pools: Sequence[UnitPool], budget: Budget) -> list[float]:
     mean_depth = sum(depth * size for depth, size in zip(depths, sizes, strict=True)) / sum(sizes)
     first = budget.options.log_start * budget.ratio
     rise = (budget.ratio - first) / mean_depth
-    if first + rise >= 1:
-        raise InputError(f"allocation=log with a ratio of {budget.ratio} empties the last layer; lower --ratio")
     return [first + rise * depth for depth in depths]
 
 
@@ -274,7 +262,7 @@ def _nearest(pools: Sequence[UnitPool], budget: Budget) -> list[int]:
     sums = torch.cat([torch.zeros(1, dtype=torch.float64), costs.cumsum(0)])
     number = int((sums - due).abs().argmin())
     if due - float(sums[number]) > max(pool.cost for pool in pools) * _HALF:
-        raise _empty_layer_error(budget.ratio)
+        raise InputError(_EMPTY_LAYER.format(budget.ratio))
     removed = torch.bincount(owners[:number], minlength=len(pools)).tolist()
     return [pool.removed + count for pool, count in zip(pools, removed, strict=True)]
 
@@ -296,7 +284,3 @@ def _below_threshold(pools: Sequence[UnitPool], budget: Budget) -> list[int]:
     threshold = ranked[(cumulative_costs - target).abs().argmin()]
     counts = [pool.removed + int((pool.scores <= threshold).sum()) for pool in pools]
     return [min(pool.limit(budget.options.allow_empty_layer), count) for pool, count in zip(pools, counts, strict=True)]
-
-
-def _empty_layer_error(ratio: float) -> InputError:
-    return InputError(f"a ratio of {ratio} would empty a layer; lower --ratio, or --allow_empty_layer")

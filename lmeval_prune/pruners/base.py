@@ -20,7 +20,7 @@ from lmeval_prune.config import Settings
 from lmeval_prune.errors import InputError
 from lmeval_prune.pruners.calibration import CalibrationText
 from lmeval_prune.pruners.layer_store import Removal
-from lmeval_prune.pruners.parts import CHANNELS, DEPTH_KINDS, HEADS, DepthPart, Part, Removed
+from lmeval_prune.pruners.parts import DEPTH_KINDS, HEADS, KINDS, DepthPart, Part, Removed
 from lmeval_prune.pruners.score_store import Sums
 from lmeval_prune.pruners.table import PRUNERS
 from lmeval_prune.registry import class_record, is_own
@@ -42,6 +42,7 @@ class Pruner(Settings, ABC):
         version: (class) raise it when the scores change, so that stored results of the earlier arithmetic are not
             reused.
         reads_text: (class) scores depend on calibration text.
+        reads_logits: (class) scores depend on the next-token distributions of a causal language model.
         heads_only: (class) the method cannot score channels.
         depth: (class) the method can score whole layers and blocks, by `depth_scores`.
         depth_only: (class) it scores nothing else.
@@ -53,6 +54,7 @@ class Pruner(Settings, ABC):
 
     version: ClassVar[int] = 1
     reads_text: ClassVar[bool] = False
+    reads_logits: ClassVar[bool] = False
     heads_only: ClassVar[bool] = False
     depth: ClassVar[bool] = False
     depth_only: ClassVar[bool] = False
@@ -92,20 +94,19 @@ class Pruner(Settings, ABC):
         `earlier` is what earlier steps removed, and their compensation. `sums` are those of a killed run, for a method
         of many passes, which adds its own. The other arguments are those of `scores`.
         """
-        raise InputError(_no_depth(self))
+        raise NotImplementedError
 
     def check_model(self, model_map: ModelMap) -> None:
         """Raise `InputError` if the method cannot score this model, which may have no weights yet."""
+        if self.reads_logits and not model_map.predicts_next_token:
+            raise InputError(f"{pruner_name(self)} needs the next-token distributions of a causal language model")
 
     def check(self, kinds: Collection[str], has_text: bool) -> None:
         """Raise `InputError` if the method cannot score these kinds (see `parts.py`), or needs a text."""
-        has_depth = any(kind in DEPTH_KINDS for kind in kinds)
-        if has_depth and not self.depth:
-            raise InputError(_no_depth(self))
-        if kinds and not has_depth and self.depth_only:
-            raise InputError(f"{pruner_name(self)} scores whole layers and blocks; give --parts layers or blocks")
-        if self.heads_only and CHANNELS in kinds:
-            raise InputError(f"{pruner_name(self)} scores heads only; give --parts heads, or --ffn_method")
+        width = () if self.depth_only else (HEADS,) if self.heads_only else KINDS
+        scored = (*width, *(DEPTH_KINDS if self.depth else ()))
+        if not {*kinds} <= {*scored}:
+            raise InputError(f"{pruner_name(self)} scores {', '.join(scored)}; give such --parts")
         if kinds and self.reads_text and not has_text:
             self.require_text(None)
 
@@ -124,13 +125,8 @@ class DepthPruner(Pruner):
     parts: ClassVar[str] = "layers"
 
     def scores(self, model_map: ModelMap, text: CalibrationText | None, parts: list[Part], removed: Removed) -> Scores:
-        """Refuse heads and channels; see `Pruner.scores`."""
-        self.check([part.kind for part in parts], text is not None)
+        """Score nothing: these methods score no heads and channels."""
         return Scores({})
-
-
-def _no_depth(pruner: Pruner) -> str:
-    return f"{pruner_name(pruner)} scores heads and channels, not whole layers or blocks"
 
 
 def check_scores(pruner: Pruner, scores: Scores, parts: Sequence[Part | DepthPart]) -> Scores:

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lmeval_prune.architectures import ModelMap
-from lmeval_prune.errors import InputError
-from lmeval_prune.pruners.base import DepthPruner, Scores, pruner_name
+from lmeval_prune.pruners.base import DepthPruner, Scores
 from lmeval_prune.pruners.calibration import CalibrationText
 from lmeval_prune.pruners.layer_store import Removal
 from lmeval_prune.pruners.parts import DepthPart
@@ -28,12 +27,8 @@ class BlockKl(DepthPruner):
     """
 
     reads_text: ClassVar[bool] = True
+    reads_logits: ClassVar[bool] = True
     compares_with_unpruned: ClassVar[bool] = True
-
-    def check_model(self, model_map: ModelMap) -> None:
-        """Refuse models without next-token logits; see `Pruner.check_model`."""
-        if not model_map.predicts_next_token:
-            raise InputError(f"{pruner_name(self)} needs the next-token distributions of a causal language model")
 
     def depth_scores(
         self,
@@ -106,7 +101,6 @@ def _log_probabilities(logits: Tensor, tokens: Tensor) -> Tensor:
 
 
 def _layer_outputs(model_map: ModelMap, inputs: dict[str, Any]) -> dict[nn.Module, Any]:
-    """Return the outputs of a model's layers, in order."""
     outputs: dict[nn.Module, Any] = {}
     with ExitStack() as stack:
         for layer in model_map.layers.values():

@@ -204,12 +204,7 @@ def _bos_token_id(tokenizer: Any) -> int | None:
 
 
 def end_token(tokenizer: Any) -> int:
-    """Return the id of the end-of-text token; `InputError` if there is none."""
-    if tokenizer.eos_token_id is None:
-        raise InputError(
-            "the tokenizer has no end-of-text token, with which answers and documents end; name it as eos_token in "
-            "tokenizer_config.json"
-        )
+    """Return the id of the end-of-text token, with which answers and documents end."""
     return int(tokenizer.eos_token_id)
 
 

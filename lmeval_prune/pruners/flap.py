@@ -12,11 +12,10 @@ from typing import ClassVar, Literal
 from torch import Tensor
 
 from lmeval_prune.architectures import ModelMap
-from lmeval_prune.pruners.base import Pruner, Scores, pruner_name
+from lmeval_prune.pruners.base import Pruner, Scores
 from lmeval_prune.pruners.calibration import CalibrationText
 from lmeval_prune.pruners.moments import Moments, ReferenceFluctuation, input_moments
 from lmeval_prune.pruners.parts import HEADS, Part, Removed
-from lmeval_prune.pruners.sequential import check_not_quantised
 
 
 @dataclass(frozen=True)
@@ -39,10 +38,6 @@ class Flap(Pruner):
     def allocation(self) -> str:  # type: ignore[override]
         """Default allocation: the paper's, or that of the reference code."""
         return "flap_reference" if self.reference else "standardised"
-
-    def check_model(self, model_map: ModelMap) -> None:
-        """Refuse quantised models; see `Pruner.check_model`."""
-        check_not_quantised(model_map, pruner_name(self))
 
     def scores(self, model_map: ModelMap, text: CalibrationText | None, parts: list[Part], removed: Removed) -> Scores:
         """Score channels and columns of heads, and return the input means for the biases; see `Pruner.scores`."""

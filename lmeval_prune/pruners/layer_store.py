@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
-from safetensors.torch import save
 from torch import Tensor
 
-from lmeval_prune.artefacts import file_name, parse_json, read_tensors, write_bytes
 from lmeval_prune.pruners.parts import Removed
 from lmeval_prune.pruners.work_folder import WorkFolder
 
@@ -35,22 +32,15 @@ class LayerStore(WorkFolder):
 
     def load(self, label: str) -> Removal | None:
         """Return what a layer loses, or None if its file is missing or damaged."""
-        try:
-            tensors = read_tensors(self._path(label))
-            notes = parse_json(bytes(tensors.pop("notes").tolist()), label)
-            removed = {key: set(members) for key, members in notes["removed"].items()}
-            return Removal(removed, tensors, dict(notes["damping"]))
-        except (AttributeError, KeyError, TypeError, ValueError):
+        tensors = self.read(label)
+        if tensors is None:
             return None
+        notes = json.loads(bytes(tensors.pop("notes").tolist()))
+        removed = {key: set(members) for key, members in notes["removed"].items()}
+        return Removal(removed, tensors, dict(notes["damping"]))
 
     def save(self, label: str, removal: Removal) -> None:
         """Store what a layer loses."""
-        self.begin()
         removed = {key: sorted(members) for key, members in removal.removed.items()}
         notes = json.dumps({"removed": removed, "damping": removal.damping}).encode()
-        tensors = {name: tensor.contiguous() for name, tensor in removal.compensation.items()}
-        tensors["notes"] = torch.tensor(list(notes), dtype=torch.uint8)
-        write_bytes(self._path(label), save(tensors))
-
-    def _path(self, label: str) -> Path:
-        return self.folder / f"{file_name(label)}.safetensors"
+        self.write(label, {**removal.compensation, "notes": torch.tensor(list(notes), dtype=torch.uint8)})

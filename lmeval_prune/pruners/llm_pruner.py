@@ -18,10 +18,9 @@ from torch import Tensor, nn
 from lmeval_prune.architectures import AttentionLayer, ModelMap, Rows
 from lmeval_prune.architectures.blocks import is_transposed, weight_of
 from lmeval_prune.errors import InputError
-from lmeval_prune.pruners.base import Pruner, Scores, pruner_name
+from lmeval_prune.pruners.base import Pruner, Scores
 from lmeval_prune.pruners.calibration import Batch, CalibrationText
 from lmeval_prune.pruners.parts import Part, Removed
-from lmeval_prune.pruners.sequential import check_not_quantised
 
 Gradients = dict[nn.Module, Tensor]  # by projection, (outputs, inputs)
 
@@ -36,14 +35,9 @@ class LlmPruner(Pruner):
     """
 
     reads_text: ClassVar[bool] = True
+    reads_logits: ClassVar[bool] = True
     allocation: ClassVar[str] = "uniform"
     importance: Literal["first", "second", "mix", "vectorize"] = "first"
-
-    def check_model(self, model_map: ModelMap) -> None:
-        """Refuse models that are quantised or not causal; see `Pruner.check_model`."""
-        check_not_quantised(model_map, pruner_name(self))
-        if not model_map.predicts_next_token:
-            raise InputError(f"{pruner_name(self)} needs the loss of a causal language model")
 
     def scores(self, model_map: ModelMap, text: CalibrationText | None, parts: list[Part], removed: Removed) -> Scores:
         """Compute gradients over the text and sum the terms of each head and channel; see `Pruner.scores`."""

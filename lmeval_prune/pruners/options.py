@@ -16,13 +16,6 @@ Parts = Literal["both", "heads", "channels", "layers", "blocks", "attention", "f
 Unit = Literal["head", "group", "balanced"]
 Compensation = Literal["none", "bias", "least_squares"]
 WINDOW = 128  # tokens per calibration window
-_PARTS = {
-    "both": "heads and channels",
-    "layers": "whole layers",
-    "blocks": "attention and feed-forward blocks",
-    "attention": "attention blocks",
-    "feed_forward": "feed-forward blocks",
-}
 
 
 @dataclass(frozen=True)
@@ -83,22 +76,19 @@ class PruneOptions(Settings):
         super().__post_init__()
         if self.p_min > max(self.ratio, self.ffn_ratio):
             raise InputError(f"p_min={self.p_min} must be at most the ratio, {max(self.ratio, self.ffn_ratio)}")
-        # otherwise ignored: the plan would be another than the one asked for
-        if self.budget == "heads" and (self.parts or self.allocation not in (None, "global", "uniform")):
-            raise InputError("--budget heads takes no --parts, and --allocation global or uniform")
-        if self.budget != "heads" and (self.ffn_ratio or self.ffn_multiple != 1):
-            raise InputError("--ffn_ratio and --ffn_multiple need --budget heads")
+        if self.budget == "heads":
+            is_ignored = self.parts is not None or self.allocation not in (None, "global", "uniform")
+        else:
+            is_ignored = self.ffn_ratio > 0 or self.ffn_multiple != 1
+        if is_ignored:  # the plan would be another than the one asked for
+            raise InputError("--budget heads takes --ffn_ratio and --ffn_multiple, no --parts and few --allocation")
 
     def __str__(self) -> str:
         """Describe in words what resolved options remove, e.g. `20% of the parameters of heads and channels`."""
         if self.budget == "heads":
             shares = ((self.ratio, "query heads"), (self.ffn_ratio, "channels"))
             return " and ".join(f"{share:.4g}% of the {kind}" for ratio, kind in shares if (share := 100 * ratio))
-        kinds = _PARTS.get(self.parts or "", self.parts or "what the method removes")
-        ends = ((self.skip_first, "first"), (self.skip_last, "last"))
-        skipped = " and ".join(f"the {end} {count}" for count, end in ends if count)
-        layers = f" in all layers but {skipped}" if skipped else ""
-        return f"{100 * self.ratio:.4g}% of the parameters of {kinds}{layers}"
+        return f"{100 * self.ratio:.4g}% of the parameters of {' and '.join(self.kinds)}"
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -148,13 +138,8 @@ class AnswerOptions(Settings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_samples(self.samples, self.sample_temperature)
-
-
-def check_samples(samples: int, temperature: float) -> None:
-    """Raise `InputError` if several greedy answers to a question are asked for: they would be the same."""
-    if samples > 1 and not temperature:
-        raise InputError(f"samples={samples} greedy answers are one and the same; give a sample_temperature, e.g. 0.7")
+        if self.samples > 1 and not self.sample_temperature:
+            raise InputError(f"samples={self.samples} greedy answers are one and the same; give a sample_temperature")
 
 
 @dataclass(frozen=True)
@@ -209,8 +194,6 @@ class PruneSettings(TextOptions, PruneOptions):
     def __post_init__(self) -> None:
         object.__setattr__(self, "ratio", self.ratio or 0.0)
         super().__post_init__()
-        if not self.ratio and not self.ffn_ratio:
-            raise InputError("nothing would be removed; give --ratio")
 
 
 def pick(base: type[T], settings: Any) -> T:

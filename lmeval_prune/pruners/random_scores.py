@@ -30,8 +30,7 @@ class RandomScores(Pruner):
 
     def scores(self, model_map: ModelMap, text: CalibrationText | None, parts: list[Part], removed: Removed) -> Scores:
         """Draw the scores; see `Pruner.scores`."""
-        generators = {kind: torch.Generator().manual_seed(self.seed + n) for n, kind in enumerate(KINDS)}
-        return Scores({p.key: torch.rand(p.size, generator=generators[p.kind], dtype=torch.float64) for p in parts})
+        return self._draw(parts)
 
     def depth_scores(
         self,
@@ -42,6 +41,9 @@ class RandomScores(Pruner):
         sums: Sums | None = None,
     ) -> Scores:
         """Draw the scores; see `Pruner.depth_scores`."""
+        return self._draw(parts)
+
+    def _draw(self, parts: Sequence[Part | DepthPart]) -> Scores:
         kinds = [*KINDS, *DEPTH_KINDS]
         generators = {kind: torch.Generator().manual_seed(self.seed + n) for n, kind in enumerate(kinds)}
-        return Scores({p.key: torch.rand(1, generator=generators[p.kind], dtype=torch.float64) for p in parts})
+        return Scores({p.key: torch.rand(p.size, generator=generators[p.kind], dtype=torch.float64) for p in parts})

@@ -22,14 +22,13 @@ from lmeval_prune.pruners.estimate import Estimate
 from lmeval_prune.pruners.layer_store import LayerStore
 from lmeval_prune.pruners.moments import input_moments
 from lmeval_prune.pruners.options import PruneOptions, Unit
-from lmeval_prune.pruners.parts import CHANNELS, DEPTH_KINDS, HEADS, KINDS, Removed, parts_of
+from lmeval_prune.pruners.parts import CHANNELS, HEADS, KINDS, Removed, parts_of
 from lmeval_prune.pruners.score_store import ScoreStore
 from lmeval_prune.pruners.scoring import has_scores_of, score
 from lmeval_prune.pruners.sequential import (
     LayerwisePruning,
     SequentialPruner,
     check_layerwise,
-    check_not_quantised,
     count_removed,
     make_plan,
 )
@@ -139,7 +138,7 @@ def _remove_lowest(
         counts = allocate(pools, budget)
         removed = removed_by(pools, counts, removed)
         if budget.options.budget == "parameters":
-            notes["parameters"] = parameter_counts(pools, counts, budget)
+            notes["parameters"] = parameter_counts(pools, counts)
         else:
             notes["head_allocation" if budget.kinds == (HEADS,) else "ffn_allocation"] = budget.allocation
     return removed, notes
@@ -159,7 +158,6 @@ def _identity(record: Mapping[str, Any], model_map: ModelMap) -> list[Any]:
 
 
 def _budgets(options: PruneOptions, pruners: Mapping[str, Pruner], step: int) -> list[Budget]:
-    """Return the budgets of a step: one of all parameters, or one of heads and one of channels."""
     shares = dict(zip((HEADS, CHANNELS), options.shares(step), strict=True))
     if options.budget != "heads":
         return [Budget(options.kinds, shares[HEADS], options.allocation or pruners[HEADS].allocation, options)]
@@ -209,7 +207,6 @@ def _layerwise_plan(
     progress: Progress,
     work: Path | None,
 ) -> Plan:
-    """Make the plan of a method that prunes layer by layer."""
     (budget,) = _budgets(options, {HEADS: pruner, CHANNELS: pruner}, options.steps)
     pools = unit_pools(model_map, budget)
     counts = allocate(pools, budget)
@@ -223,7 +220,7 @@ def _layerwise_plan(
     )
     removal, notes = pruning.run([part for part in parts_of(model_map) if part.key in by_part])
     stage = {"step": 1, "ratio": options.ratio, **count_removed(removal.removed)}
-    provenance = {**record, "parameters": parameter_counts(pools, counts, budget), **notes, "stages": [stage]}
+    provenance = {**record, "parameters": parameter_counts(pools, counts), **notes, "stages": [stage]}
     fields = {"compensation": removal.compensation, "provenance": provenance}
     return make_plan(removal.removed, options.allow_empty_layer, **fields)
 
@@ -288,20 +285,17 @@ def check_methods(
         or options.allocation not in ("uniform", "log")
     ):
         raise InputError(
-            "a method that prunes layer by layer needs --budget parameters, allocation uniform or log and unit head or "
-            "group, and takes no --steps, --scores or --ffn_method"
+            "a method that prunes layer by layer takes no --steps, --scores, --ffn_method, --budget heads, balanced "
+            "units or global allocation"
         )
     if options.budget != "heads" and options.unit == "head" and HEADS in options.kinds and _has_groups(model_map):
         raise InputError("a single head of a group has no share of the parameters; give --unit group or --budget heads")
     for kind in options.kinds:
-        if kind in DEPTH_KINDS and (reason := model_map.why_no_depth):
-            raise InputError(f"blocks cannot be left out of this {model_map.model_type} model: {reason}")
         if options.steps > 1 or not has_scores_of(scores, kind):
             scorer = channel_pruner if kind == CHANNELS else pruner
             scorer.check([kind], has_text)
             scorer.check_model(model_map)
     if options.compensation != "none":
-        check_not_quantised(model_map, f"compensation={options.compensation}")
         if options.compensation == "least_squares":
             check_layerwise(model_map, "compensation=least_squares")
         if not has_text:

@@ -8,10 +8,9 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from safetensors.torch import save
 from torch import Tensor
 
-from lmeval_prune.artefacts import file_name, read_json, read_tensors, write_bytes, write_text
+from lmeval_prune.artefacts import read_json, write_text
 from lmeval_prune.errors import InputError
 from lmeval_prune.pruners.work_folder import WorkFolder
 
@@ -59,31 +58,21 @@ class ScoreStore(WorkFolder):
 
     def load(self, name: str) -> tuple[dict[str, Tensor], dict[str, Tensor] | None] | None:
         """Return scores and mean inputs by part, as in `Scores`; None if the file is missing or damaged."""
-        try:
-            tensors = read_tensors(self._path(name))
-        except InputError:
+        tensors = self.read(name)
+        if tensors is None:
             return None
         by_kind: dict[str, dict[str, Tensor]] = {_VALUES: {}, _MEANS: {}}
         for key, tensor in tensors.items():
             kind, _, part = key.partition(".")
-            by_kind.setdefault(kind, {})[part] = tensor
+            by_kind[kind][part] = tensor
         return by_kind[_VALUES], by_kind[_MEANS] or None
 
     def save(self, name: str, values: Mapping[str, Tensor], means: Mapping[str, Tensor] | None) -> None:
         """Store scores and mean inputs by part, as in `Scores`."""
-        self.begin()
         kinds = {_VALUES: values, _MEANS: means or {}}
-        tensors = {
-            f"{kind}.{part}": tensor.detach().cpu().contiguous().clone()  # tensors that share memory cannot be saved
-            for kind, parts in kinds.items()
-            for part, tensor in parts.items()
-        }
-        write_bytes(self._path(name), save(tensors))
+        self.write(name, {f"{kind}.{part}": x for kind, parts in kinds.items() for part, x in parts.items()})
 
     def sums(self, name: str) -> Sums:
         """Return the sums of which scores are computed, as far as they are known."""
         self.begin()
-        return Sums(self._path(name).with_suffix(".json"))
-
-    def _path(self, name: str) -> Path:
-        return self.folder / f"{file_name(name)}.safetensors"
+        return Sums(self.path(name).with_suffix(".json"))

@@ -90,9 +90,8 @@ class SequentialPruner(Pruner):
         return select
 
     def check_model(self, model_map: ModelMap) -> None:
-        """Refuse encoder-decoders and quantised models; see `Pruner.check_model`."""
+        """Refuse encoder-decoders; see `Pruner.check_model`."""
         check_layerwise(model_map, pruner_name(self))
-        check_not_quantised(model_map, pruner_name(self))
 
 
 def _unit_columns(part: Part, units: Units) -> Units:
@@ -159,7 +158,6 @@ class LayerwisePruning:
         return removal
 
     def _measure(self, number: int, removal: Removal, parts: Sequence[Part]) -> dict[str, Moments]:
-        """Return the moments of projection inputs in a partly pruned layer, by part key."""
         has_second = self.needs_second or self.solves
         moments = {part.key: Moments(in_features(part.projection), has_second) for part in parts}
         self._run_layer(number, removal, {part.projection: moments[part.key] for part in parts})
@@ -181,7 +179,6 @@ class LayerwisePruning:
         return second
 
     def _remove(self, part: Part, members: set[int], moments: Moments, second: Tensor | None, removal: Removal) -> None:
-        """Add removed heads or channels, and the compensation for them, to `removal`."""
         removal.removed[part.key] = members
         columns, dtype = part.columns(sorted(members)), weight_of(part.projection).dtype
         name = part.projection_name
@@ -192,7 +189,6 @@ class LayerwisePruning:
             removal.compensation[f"{name}.weight"] = least_squares_for(part.weight, second, columns).to(dtype)
 
     def _report(self, label: str, removal: Removal, minutes: float | None) -> None:
-        """Send a progress message about a finished layer, with the minutes that are left."""
         raised = "".join(f"; damping of {name} raised to {share:g}" for name, share in removal.damping.items())
         counts = count_removed(removal.removed)
         layers = len(self.model_map.layers)
@@ -281,12 +277,4 @@ def replace_forward(module: Any, forward: Callable[..., Any], stack: ExitStack) 
 def check_layerwise(model_map: ModelMap, name: str) -> None:
     """Raise `InputError` for a model with several stacks; it may have no weights."""
     if model_map.stacks != ("",):
-        raise InputError(
-            f"{name} prunes layer by layer; encoder-decoders such as this {model_map.model_type} model need another one"
-        )
-
-
-def check_not_quantised(model_map: ModelMap, name: str) -> None:
-    """Raise `InputError` for a quantised model."""
-    if getattr(model_map.model, "is_quantized", False):
-        raise InputError(f"{name} reads weights, which a quantised model lacks; load it in float32 or bfloat16")
+        raise InputError(f"{name} prunes layer by layer, which this {model_map.model_type} model of two stacks cannot")

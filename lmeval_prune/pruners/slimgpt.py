@@ -61,7 +61,6 @@ class SlimGpt(SequentialPruner):
         return selected
 
     def _errors(self, weight: Tensor, inverse: Tensor, units: Units) -> Tensor:
-        """Return the error of removing each single unit."""
         if len(units[0]) == 1:
             columns = [unit[0] for unit in units]
             return weight[:, columns].square().sum(0) / inverse.diagonal()[columns]

@@ -15,7 +15,6 @@ from lmeval_prune.checkpoints.embedded import ENCODER
 from lmeval_prune.config import command
 from lmeval_prune.errors import InputError, refuse_file
 from lmeval_prune.sprint.options import FitOptions, ReportOptions, SweepOptions
-from lmeval_prune.sprint.routers.table import CONTRASTIVE
 
 
 @command(resumes=True, takes_tasks=True)
@@ -102,16 +101,8 @@ def _check_same_router(output: str, settings: dict[str, Any]) -> None:
     path = Path(output) / "router.json"
     if path.is_file():
         router = read_json(path)
-        before = _by_option({"encoder": router.get("encoder"), **router.get("options", {})})
-        check_same_settings(_by_option(json.loads(json.dumps(settings))), before, Path(output))
-
-
-def _by_option(settings: dict[str, Any]) -> dict[str, Any]:
-    """Return a router's settings by the names of the options; those of the paper's router are not `options`, too."""
-    by_option = {FitOptions.label(f"{name}=").rstrip("="): value for name, value in settings.items()}
-    if by_option.get("router") == CONTRASTIVE:
-        by_option.pop("options", None)
-    return by_option
+        before = {"encoder": router.get("encoder"), **router.get("options", {})}
+        check_same_settings(json.loads(json.dumps(settings)), before, Path(output))
 
 
 def _print_fit(router: Any, output: str) -> None:

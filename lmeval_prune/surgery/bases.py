@@ -14,7 +14,6 @@ from lmeval_prune.architectures import AttentionLayer
 from lmeval_prune.architectures.layers import layers_in, read_blocks
 from lmeval_prune.checkpoints.loading import has_pruned_layers, stock_class
 from lmeval_prune.checkpoints.modeling_pruned import LAYER_NUMBERS
-from lmeval_prune.errors import InputError
 from lmeval_prune.surgery.depth import Outputs, is_inside
 from lmeval_prune.surgery.kept import Kept
 
@@ -62,9 +61,8 @@ def bases(kept: Kept) -> Iterator[Base]:
     """Yield configurations that may fit, the smallest model first."""
     model, depth = kept.model_map.model, kept.depth
     stock, config = stock_class(model), uncut_config(model.config)
-    built = build(stock, config)
-    if built is None:
-        raise InputError(f"{stock.__name__} cannot be built from its own configuration, so that it cannot be cut")
+    with torch.device("meta"):
+        built = stock(copy.deepcopy(config))
     if depth.layers and (smaller := _with_fewer_layers(kept, stock, config, built)):
         yield _with_cache_numbers(smaller, kept)
     yield _with_cache_numbers(Base(config, built, {**depth.absent, **depth.layers}), kept)

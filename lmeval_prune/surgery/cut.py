@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from lmeval_prune.architectures import (
     FAMILIES,
     ModelMap,
-    adapters_of,
     loadable_fingerprints,
     map_model,
     recognise,
@@ -29,8 +28,10 @@ from lmeval_prune.architectures import (
 )
 from lmeval_prune.architectures.blocks import is_transposed
 from lmeval_prune.architectures.layers import layers_in
-from lmeval_prune.checkpoints.pruned import PLAN, manifest_of, save_checkpoint
+from lmeval_prune.artefacts import check_writable
+from lmeval_prune.checkpoints.pruned import PLAN, check_folder, manifest_of, save_checkpoint
 from lmeval_prune.checkpoints.skeleton import check_unquantised, skeleton_of, with_weights
+from lmeval_prune.checkpoints.tokenizer import tokenizer_of
 from lmeval_prune.errors import InputError, first_line
 from lmeval_prune.interventions.compensation import find_projection
 from lmeval_prune.interventions.head_mask import HeadMask
@@ -91,16 +92,29 @@ def cut(model: Any, plan: Plan | HeadMask, keep_shapes: bool = False) -> Cut:
 
 
 def cut_checkpoint(pretrained: str, plan: Plan, revision: str | None = None, keep_shapes: bool = False) -> Cut:
-    """Load a model and cut it; check that this is possible before weights are loaded. Arguments as in `cut`."""
-    skeleton = skeleton_of(pretrained, revision)
-    check_unquantised(skeleton, pretrained)
-    skeleton_map = map_model(skeleton)
-    check_cuttable(skeleton_map, bool(plan.heads) and not keep_shapes)
-    plan = plan.fit_to(skeleton_map)
-    model_map = map_model(with_weights(skeleton, pretrained, revision))
-    if plan.origin:
-        plan.origin.check(model_map)
-    return _cut_fitted(model_map, plan, keep_shapes)
+    """Load a model and cut it; arguments as in `cut`."""
+    return cut(with_weights(skeleton_of(pretrained, revision), pretrained, revision), plan, keep_shapes)
+
+
+def write_cut(pretrained: str, plan: Plan, output: str, revision: str | None = None, keep_shapes: bool = False) -> Cut:
+    """Cut a model by a plan, write its checkpoint, print a summary, and return the `Cut`; `keep_shapes` as in `cut`."""
+    check_folder(output, [pretrained])
+    check_writable(output, folder=True)
+    smaller = cut_checkpoint(pretrained, plan, revision, keep_shapes)
+    smaller.save(output, tokenizer_of(pretrained, revision))
+    print_cut(output, smaller)
+    return smaller
+
+
+def print_cut(folder: str, cut: Cut) -> None:
+    """Print the numbers of parameters before and after a cut, and the notes of the manifest."""
+    after, after_without_embeddings = parameters(cut.model)
+    before, before_without_embeddings = parameters(cut.parent.model)
+    print(f"{folder}: {type(cut.model).__name__}, {after / 1e6:.2f} of {before / 1e6:.2f} million parameters")
+    without = 1 - after_without_embeddings / before_without_embeddings
+    print(f"  {1 - after / before:.2%} fewer in all, {without:.2%} fewer without embeddings")
+    for note in cut.manifest["notes"]:
+        print(f"  {note}")
 
 
 def check_cuttable(model_map: ModelMap, heads: bool) -> None:
@@ -111,10 +125,7 @@ def check_cuttable(model_map: ModelMap, heads: bool) -> None:
             f"heads cannot be cut out of this {model_map.model_type} model: {reason}; evaluate the plan by plan=FILE, "
             f"or remove channels only"
         )
-    if getattr(model_map.model, "is_quantized", False):
-        raise InputError("a quantised model cannot be cut; load it in float32 or bfloat16")
-    if adapters_of(model_map.model) or hasattr(model_map.model, "peft_config"):
-        raise InputError("a model with adapters cannot be cut; merge them first (merge_and_unload)")
+    check_unquantised(model_map.model, model_map.name)
     if reason := _why_cut_fails(model_map, heads):
         raise InputError(
             f"this {model_map.model_type} model cannot be cut: a tiny random model of its class {reason} when cut; "
@@ -163,7 +174,6 @@ def identity_of(model_map: ModelMap) -> dict[str, Any]:
 
 
 def _cut_fitted(model_map: ModelMap, plan: Plan, keep_shapes: bool) -> Cut:
-    """Cut a model by a plan that fits, and build the manifest."""
     kept = Kept.of(model_map, plan, keep_shapes)
     tensors = _Tensors(model_map, plan).of(kept)
     with torch.random.fork_rng(devices=[]):  # building a class draws random weights, which are then replaced
@@ -216,7 +226,6 @@ def _first_right(models: Iterator[tuple[Any, str]], kept: Kept) -> tuple[Any, st
 
 
 def _stage(plan: Plan, kept: Kept, notes: list[str], keep_shapes: bool) -> dict[str, Any]:
-    """Return the manifest's entry about one cut."""
     model_map = kept.model_map
     fillers = {heads.layer.label: list(heads.fillers) for heads in kept.heads if heads.fillers}
     count = sum(map(len, fillers.values()))
@@ -254,8 +263,6 @@ class _Tensors:
     def __init__(self, model_map: ModelMap, plan: Plan) -> None:
         self.names = {module: name for name, module in model_map.model.named_modules()}
         self.tensors: dict[str, Tensor] = {name: x.detach() for name, x in model_map.model.state_dict().items()}
-        if any(tensor.is_meta for tensor in self.tensors.values()):
-            raise InputError("a model with offloaded weights cannot be cut; load it on one device, e.g. device=cpu")
         for name in sorted(plan.compensation):
             module = find_projection(name, model_map)
             path = f"{self.names[module]}.{name.rpartition('.')[2]}"

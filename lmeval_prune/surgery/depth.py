@@ -20,7 +20,7 @@ from lmeval_prune.architectures import ModelMap, cache_argument, input_device
 from lmeval_prune.architectures.blocks import AttentionLayer, FeedForward, find_in, is_absent
 from lmeval_prune.architectures.precision import exact_products
 from lmeval_prune.architectures.sublayers import Sublayer
-from lmeval_prune.errors import InputError, first_line
+from lmeval_prune.errors import first_line
 
 Outputs = list[Any]  # arguments of `Absent`: sources of outputs, and whether they are a tuple
 TOKENS = 6  # of the pass
@@ -71,11 +71,6 @@ def depth_of(model_map: ModelMap, plan: Any, removed: Sequence[Sublayer]) -> Dep
     for module, role in (parts | dict.fromkeys(dead, _PASSES)).items():
         call, name = calls[module], names[module]
         outputs = call.outputs if role == _COMPUTES else call.first_argument(is_zero=role == _IS_ZERO)
-        if outputs is None and not is_inside(name, layers):
-            raise InputError(
-                f"{name} cannot be cut out: without its output projection it still adds to the residual stream; "
-                f"evaluate the plan by plan=FILE"
-            )
         absent[name] = outputs or []
     absent = {name: arguments for name, arguments in absent.items() if not is_inside(name, [*layers, *absent])}
     with torch.no_grad(), exact_products(), plan.applied_to(model_map.model, model_map):
@@ -153,7 +148,6 @@ class _Call:
 
 
 def _source(arguments: _Arguments, value: Any, is_same: bool = False) -> list[Any] | None:
-    """Return the argument that a value equals, or (with `is_same`) is."""
     for name, position, argument in arguments:
         if not isinstance(argument, Tensor) or not isinstance(value, Tensor):
             continue
@@ -198,9 +192,6 @@ def _trace(
     by_weight = dict(zip(weights, effects, strict=True))
     called = [norm for norm in norms if norm in calls]
     dead = [norm for norm in called if not any(by_weight[parameter] for parameter in norm.parameters())]
-    missing = next((module for module in modules if module not in calls and module not in norms), None)
-    if missing is not None:
-        raise InputError(f"a {type(missing).__name__} of this model cannot be cut out: the model does not call it")
     return calls, logits.detach(), dead
 
 

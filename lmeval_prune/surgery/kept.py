@@ -69,7 +69,6 @@ class KeptHeads:
         return {module: [row for _, rows in pieces for row in rows] for module, pieces in ordered.items()}
 
     def _start(self, part: str, index: int) -> int:
-        """Return the first row of a kept head in the new projection."""
         if self.layer.family.fused:
             return self.layer.family.fused(part, index, len(self.heads), len(self.kv_heads), self.layer.head_dim)
         return self.layer.rows(part, index).start

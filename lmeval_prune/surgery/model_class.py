@@ -29,9 +29,7 @@ from lmeval_prune.surgery.bases import (
     copy_implementations,
     has_setting,
     renamed_tensors,
-    uncut_config,
 )
-from lmeval_prune.surgery.depth import is_inside
 from lmeval_prune.surgery.kept import Kept, KeptHeads
 
 # Names of the attributes in which attention modules store their counts.
@@ -69,10 +67,6 @@ def _pruned_model(
 ) -> tuple[Any, str]:
     """Return a model of the model's own class with reshaped parameters and absent modules, and a note on its class."""
     stock, config, before = stock_class(kept.model_map.model), copy.deepcopy(base.config), _shapes(base.built)
-    if lacking := [name for name in before if name not in shapes and not is_inside(name, base.absent)]:
-        raise InputError(
-            f"the cut model would lack {lacking[0]}, which its class needs; evaluate the plan by plan=FILE"
-        )
     attributes = _changed_attributes(kept, base)
     for name, numbers in base.numbers.items():
         attributes.setdefault(name, {}).update(numbers)
@@ -83,7 +77,8 @@ def _pruned_model(
     }
     config.architectures = [f"Pruned{stock.__name__}"]
     _add_layer_configs(config, kept, base)
-    why = "blocks are absent" if base.absent else "layers differ" if kept.layers_differ() else _why_not_stock(kept)
+    differs = "layers differ" if kept.layers_differ() else f"{stock.__name__} does not fit"
+    why = "blocks are absent" if base.absent else differs
     return _load(pruned_class(stock), config, kept, tensors, base), (
         f"{why}: loaded by lmeval_prune.load_pretrained, pruned-hf, or transformers with trust_remote_code=True"
     )
@@ -127,41 +122,17 @@ def _stock_candidates(kept: Kept, base: Base) -> Iterator[tuple[type, Any, str]]
             yield (
                 mistral,
                 changed,
-                f"Llama's class refuses {len(first.heads)} heads in a width of {config.hidden_size}: written as "
-                f"{mistral.__name__} with sliding_window null, which computes the same",
+                f"written as {mistral.__name__} with sliding_window null, which computes the same",
             )
 
 
 def _mistral_config(config: Any) -> Any:
-    """Convert the configuration of a Llama to that of a Mistral."""
     names = transformers.MistralConfig().to_dict().keys() - {"model_type", "architectures", "transformers_version"}
     values = {name: value for name, value in config.to_dict().items() if name in names}
     return transformers.MistralConfig(**{**values, "sliding_window": None})
 
 
-def _why_not_stock(kept: Kept) -> str:
-    """Explain why the model's own class does not fit layers of equal shape, and which number of heads would fit."""
-    stock, first, config = stock_class(kept.model_map.model), kept.heads[0], uncut_config(kept.model_map.model.config)
-    heads, width, hidden = len(first.heads), first.layer.head_dim, getattr(config, "hidden_size", 0)
-
-    def fits(count: int) -> bool:
-        changed = changed_config(config, _counts(config, count, count // first.group_size, first.layer))
-        built = build(stock, changed) if changed is not None else None
-        return built is not None and [layer.head_dim for layer in _attention_of(built, kept)][:1] == [width]
-
-    if fits(heads):
-        return f"{stock.__name__} does not have the biases of the compensation"
-    plain = next((n for n in range(heads - 1, 0, -1) if n % first.group_size == 0 and hidden % n == 0 and fits(n)), 0)
-    fix = (
-        f"with {plain} left in each layer, which divides {hidden}, it would be a plain one"
-        if plain
-        else "a plain one can lose channels only"
-    )
-    return f"{stock.__name__} cannot have {heads} heads of width {width} in a width of {hidden} ({fix})"
-
-
 def _counts(config: Any, heads: int, kv_heads: int, layer: AttentionLayer) -> dict[str, Any]:
-    """Return the settings that set the number of heads of each layer."""
     names = [name for name in ("num_key_value_heads", "num_kv_heads") if has_setting(config, name)]
     return {"num_attention_heads": heads, **_head_dim(layer), **dict.fromkeys(names, kv_heads)}
 
@@ -175,7 +146,6 @@ def _head_dim(layer: AttentionLayer) -> dict[str, int]:
 
 
 def _is_parameter(name: str, model: Any) -> bool:
-    """Return whether a tensor is a parameter, not a buffer."""
     path, _, parameter = name.rpartition(".")
     return parameter in model.get_submodule(path)._parameters
 
@@ -221,7 +191,6 @@ def _changed_attributes(kept: Kept, base: Base) -> dict[str, dict[str, Any]]:
 
 
 def _module_counts(module: Any, kept: KeptHeads, model_type: str) -> dict[str, Any]:
-    """Return the count attributes of a module in a cut layer, by attribute name."""
     heads, kv_heads, layer = len(kept.heads), len(kept.kv_heads), kept.layer
     counts = {
         "heads": heads,

@@ -142,5 +142,5 @@ class RouterMethod(Settings, ABC):
         for option in fields(self):
             if isinstance(value := getattr(self, option.name), tuple) and len(value) > 1:
                 raise InputError(
-                    f"several values of {option.name} need a validation split: set validation above 0, or give a single value"
+                    f"several values of {option.name} need a validation split: give validation, or a single value"
                 )

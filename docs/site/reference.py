@@ -42,7 +42,7 @@ API: dict[str, tuple[str, tuple[str, ...]]] = {
         "Evaluation",
         ("models.pruned_hf", "models.resumable", "sprint.outcomes", "sprint.router", "grid.preparations", "scoring"),
     ),
-    "files": ("Files, settings, errors", ("settings", "errors", "artefacts")),
+    "files": ("Files, settings, errors", ("config", "errors", "artefacts")),
 }
 
 

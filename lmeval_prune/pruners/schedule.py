@@ -19,11 +19,9 @@ from lmeval_prune.pruners.base import Pruner, Scores, per_member, pruner_name
 from lmeval_prune.pruners.calibration import CalibrationText
 from lmeval_prune.pruners.compensation import bias_for
 from lmeval_prune.pruners.estimate import Estimate
-from lmeval_prune.pruners.layer_store import LayerStore
 from lmeval_prune.pruners.moments import input_moments
 from lmeval_prune.pruners.options import PruneOptions, Unit
 from lmeval_prune.pruners.parts import CHANNELS, HEADS, KINDS, Removed, parts_of
-from lmeval_prune.pruners.score_store import ScoreStore
 from lmeval_prune.pruners.scoring import has_scores_of, score
 from lmeval_prune.pruners.sequential import (
     LayerwisePruning,
@@ -86,7 +84,7 @@ def stages(
             plan = _layerwise_plan(pruner, model_map, options, pruner.require_text(text), record, progress, work)
         yield plan
         return
-    store = ScoreStore(work, _identity(record, model_map)) if work and text else None
+    store = Work(work, _identity(record, model_map), restart=True) if work and text else None
     solves = options.compensation == "least_squares"
     removed, scored, compensation, history = Removed(), Scores({}), dict[str, Tensor](), list[dict[str, Any]]()
     for step in range(1, options.steps + 1):
@@ -213,7 +211,7 @@ def _layerwise_plan(
     if not any(counts):
         raise EmptyPlanError()
     by_part = {pool.key: count for pool, count in zip(pools, counts, strict=True)}
-    store = LayerStore(work, _identity(record, model_map)) if work else None
+    store = Work(work, _identity(record, model_map), restart=True) if work else None
     select = pruner.selection(options.unit or "head", by_part)
     pruning = LayerwisePruning(
         model_map, text, select, pruner.needs_second, pruner.remeasure_down, options, store, progress

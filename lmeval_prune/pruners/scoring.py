@@ -8,14 +8,13 @@ from contextlib import nullcontext
 from torch import Tensor
 
 from lmeval_prune.architectures import ModelMap
-from lmeval_prune.artefacts import digest
+from lmeval_prune.artefacts import Work, digest
 from lmeval_prune.interventions.plan import Plan
 from lmeval_prune.pruners.base import Pruner, Scores, check_scores
 from lmeval_prune.pruners.calibration import CalibrationText
-from lmeval_prune.pruners.layer_store import Removal
 from lmeval_prune.pruners.options import PruneOptions
-from lmeval_prune.pruners.parts import CHANNELS, HEADS, KINDS, Removed, depth_parts_of, parts_of
-from lmeval_prune.pruners.score_store import ScoreStore
+from lmeval_prune.pruners.parts import CHANNELS, HEADS, KINDS, Removal, Removed, depth_parts_of, parts_of
+from lmeval_prune.pruners.stores import load_scores, save_scores, sums
 
 
 def kinds_read_for(
@@ -37,7 +36,7 @@ def score(
     removed: Removed,
     stored: Mapping[str, Tensor],
     earlier: Plan,
-    store: ScoreStore | None = None,
+    store: Work | None = None,
 ) -> Scores:
     """Score the kinds that have no stored scores, under the `earlier` steps; in one call if one method scores all.
 
@@ -50,20 +49,20 @@ def score(
     for group in filter(None, [missing] if has_depth or has_single_pruner else [[kind] for kind in missing]):
         pruner = pruners.get(group[0], pruners[HEADS])
         name = _name_of(pruner, group, text, removed) if store else ""
-        if known := store.load(name) if store else None:
+        if known := load_scores(store, name) if store else None:
             scores = Scores(*known)
         else:
             applied = nullcontext() if pruner.compares_with_unpruned else earlier.applied_to(model_map.model, model_map)
             with applied:
                 if has_depth:
-                    sums = store.sums(name) if store else None
+                    known_sums = sums(store, name) if store else None
                     before, depth = Removal(removed, dict(earlier.compensation)), depth_parts_of(model_map, group)
-                    scores = check_scores(pruner, pruner.depth_scores(model_map, text, depth, before, sums), depth)
+                    scores = check_scores(pruner, pruner.depth_scores(model_map, text, depth, before, known_sums), depth)
                 else:
                     parts = parts_of(model_map, group)
                     scores = check_scores(pruner, pruner.scores(model_map, text, parts, removed), parts)
             if store:
-                store.save(name, scores.values, scores.means)
+                save_scores(store, name, scores.values, scores.means)
         values |= scores.values
         means = scores.means if has_single_pruner and not has_depth else means
     return Scores(values, means)

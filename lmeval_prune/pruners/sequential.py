@@ -27,7 +27,6 @@ from lmeval_prune.pruners.base import Pruner, Scores, pruner_name
 from lmeval_prune.pruners.calibration import CalibrationText, StopForward, stop_forward_at
 from lmeval_prune.pruners.compensation import bias_for, damped, least_squares_for
 from lmeval_prune.pruners.estimate import Estimate
-from lmeval_prune.pruners.layer_store import LayerStore, Removal
 from lmeval_prune.pruners.moments import Moments
 from lmeval_prune.pruners.options import PruneOptions
 from lmeval_prune.pruners.parts import CHANNELS, DEPTH_KINDS, HEADS, KINDS, LAYERS, Part, Removed, Units
@@ -108,7 +107,7 @@ class LayerwisePruning:
     needs_second: bool = False  # as in SequentialPruner
     remeasure_down: bool = False
     options: PruneOptions = field(default_factory=lambda: PruneOptions(compensation="none"))
-    store: LayerStore | None = None  # stores finished layers, so that a killed run resumes
+    store: Work | None = None  # stores finished layers, so that a killed run resumes
     progress: Callable[[str], None] = lambda _: None
 
     def __post_init__(self) -> None:
@@ -124,12 +123,12 @@ class LayerwisePruning:
         by_layer = [[part for part in parts if part.label == label] for label in labels]
         last = max((number for number, layer_parts in enumerate(by_layer) if layer_parts), default=-1)
         for number, label in enumerate(labels[: last + 1]):
-            removal = self.store.load(label) if self.store else None
+            removal = load_layer(self.store, label) if self.store else None
             if removal is None:
                 estimate.minutes(number / (last + 1))
                 removal = self._prune_layer(number, by_layer[number])
                 if self.store:
-                    self.store.save(label, removal)
+                    save_layer(self.store, label, removal)
                 self._report(label, removal, estimate.minutes((number + 1) / (last + 1)))
             total.add(removal)
             if number < last:

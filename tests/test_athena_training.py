@@ -21,13 +21,13 @@ from lmeval_prune.artefacts import lock_path
 from lmeval_prune.athena import checkpoint, training
 from lmeval_prune.athena.data import ProblemSplit
 from lmeval_prune.athena.options import TrainOptions
-from lmeval_prune.athena.training import AthenaTrainer, train
+from lmeval_prune.athena.training import AthenaTrainer
 from lmeval_prune.cli import main
 from lmeval_prune.training import curves, resuming
 from lmeval_prune.training.questions import question_key
 from lmeval_prune.training.resuming import last_checkpoint, report_full_disk
 from lmeval_prune.training.trainer import BatchesByLength
-from tests.athena_hosts import data_folder, encoder_folder, without_mask_token
+from tests.athena_hosts import data_folder, encoder_folder
 from tests.conftest import task_manager
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
@@ -259,23 +259,6 @@ def test_a_full_disk_is_one_line(error: Exception, tmp_path: Path, monkeypatch: 
         raise error
 
 
-@pytest.mark.parametrize("error", [RuntimeError("inline_container"), RuntimeError("shapes"), OSError(errno.EIO, "bad")])
-def test_other_errors_are_not_a_full_disk(error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resuming.shutil, "disk_usage", lambda _: SimpleNamespace(free=2**40))
-    with pytest.raises(type(error)) as raised, report_full_disk(tmp_path):
-        raise error
-    assert raised.value is error
-
-
-def test_refused_training_leaves_no_files(options: TrainOptions, tmp_path: Path) -> None:
-    shutil.copytree(options.encoder, tmp_path / "nomask")
-    without_mask_token(tmp_path / "nomask")
-    wrong = replace(options, encoder=str(tmp_path / "nomask"), output=str(tmp_path / "host"))
-    with pytest.raises(InputError):
-        train(wrong)
-    assert train(replace(wrong, encoder=options.encoder)).about["log"]
-
-
 def test_split_excludes_test_and_ungrounded_problems(options: TrainOptions, tmp_path: Path) -> None:
     folder = data_folder(tmp_path / "data")
     rows = [json.loads(line) for line in (folder / "asdiv.jsonl").read_text().splitlines()]
@@ -286,20 +269,6 @@ def test_split_excludes_test_and_ungrounded_problems(options: TrainOptions, tmp_
     assert (result.ungrounded, result.repeated) == (1, 1)
     assert (len(result.train), len(result.validation)) == (18, 4)
     assert result.constants == ()
-
-
-@pytest.mark.parametrize("kind", ["training", "validation"])
-def test_problems_that_are_all_too_long_are_one_line(options: TrainOptions, tmp_path: Path, kind: str) -> None:
-    folder = data_folder(tmp_path / "data")
-    rows = [json.loads(line) for line in (folder / "asdiv.jsonl").read_text().splitlines()]
-    validated = {item.document["question"] for item in ProblemSplit.load(options).validation}
-    for row in rows:
-        if kind == "training" or f"{row['body']} {row['question']}" in validated:
-            row["question"] += " and so on" * 200
-    (folder / "asdiv.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    with pytest.raises(InputError):
-        training.train(replace(options, data_dir=str(folder), output=str(tmp_path / "host")))
-    assert [path.name for path in tmp_path.iterdir() if not path.name.startswith(".")] == ["data"]
 
 
 # ---------------------------------------------------------------- through lm-eval

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -428,23 +427,6 @@ def test_tokens_that_stay_are_stored_in_the_same_launch(keep_skipped: bool) -> N
 # ---------------------------------------------------------------------- which way is taken
 
 
-def test_what_a_kernel_cannot_do_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
-    dispatch._warn_once.cache_clear()
-    lengths = torch.tensor([3], device=DEVICE)
-    cases: dict[str, tuple[int, torch.dtype, bool]] = {
-        "not float64": (8, torch.float64, False),
-        "300 wide": (300, torch.float32, False),
-        "no gradients": (8, torch.float32, True),
-    }
-    for words, (width, dtype, needs_gradient) in cases.items():
-        query, keys = random(1, 2, width, dtype=dtype), random(1, 1, 3, width, dtype=dtype)
-        query.requires_grad_(needs_gradient)
-        with caplog.at_level(logging.WARNING), only("torch", "decode attention"):
-            for _ in range(2):
-                attention.decode(query, keys, keys, lengths, 1.0)
-        assert sum(words in message for message in caplog.messages) == 1
-
-
 def test_a_cpu_takes_the_twin_and_says_nothing(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -458,18 +440,6 @@ def test_a_cpu_takes_the_twin_and_says_nothing(
     ]
     assert torch.cat(steps, 1).tolist() == literal(key, value, valid, RULES["kv"], False).tolist()
     assert not dispatch.DISPATCHED and not caplog.messages
-
-
-def test_a_fallback_is_counted_once() -> None:
-    key, value = (random(2, 1, 1, 300, dtype=torch.float64) for _ in range(2))
-    store = (*(torch.zeros(2, 1, 4, 300, device=DEVICE, dtype=torch.float64) for _ in range(2)),)
-    numbers = (torch.zeros(2, 4, dtype=torch.long, device=DEVICE), *torch.zeros(2, 2, dtype=torch.long, device=DEVICE))
-    valid = torch.ones(2, 1, dtype=torch.bool, device=DEVICE)
-    dispatch.DISPATCHED.clear()
-    ops.decide_and_store(
-        key, value, valid, fresh(key, value), RULES["kv"], store=(*store, *numbers), position=0, keep_skipped=False
-    )
-    assert dispatch.DISPATCHED == {"decide and store: torch": 1, "decide: torch": 1}
 
 
 def test_empty_batches() -> None:

@@ -16,8 +16,6 @@ from lm_eval.tasks import TaskManager
 from lm_eval.utils import handle_non_serializable, make_table
 
 from lmeval_prune import InputError
-from lmeval_prune.grid.configuration import GridTask
-from lmeval_prune.grid.task_identity import TaskIdentity
 from lmeval_prune.plugin import registration
 from lmeval_prune.scoring import equality, mathematics
 from lmeval_prune.scoring.passes import pass_unbiased
@@ -83,15 +81,6 @@ def test_metrics_of_a_script() -> None:
     sample = out["samples"]["prune_tiny_words_pass4"][0]
     assert len(sample["extracted"]) == 4 and sample["extracted"][0] == "90000"
     assert sample["how"] == ["end", "end", "boxed", "boxed"]
-
-
-def test_fewer_responses_than_n_are_refused() -> None:
-    task = task_manager().load(["prune_tiny_words_pass4"])["tasks"]["prune_tiny_words_pass4"]
-    doc = next(iter(task.test_docs()))
-    with pytest.raises(InputError):
-        task.scores(doc, ["1", "2", "3"])
-    with pytest.raises(ValueError, match="4 of 3 attempts"):
-        pass_unbiased(3, 1, 4)
 
 
 def test_votes_are_counted_by_the_tasks_own_equality(shared_data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,22 +174,7 @@ def test_a_cache_collapses_nothing(tmp_path: Path) -> None:
     assert outs[0] == outs[1] and outs[0]["distinct,none"] == 3
 
 
-def test_the_default_filter_would_have_kept_one_response_and_ours_keeps_all() -> None:
-    names = [n for n in task_manager().all_subtasks if re.fullmatch(r"prune_.*_pass\d+", n)]
-    assert {n.rpartition("_pass")[0] for n in names} >= {
-        "prune_gsm8k",
-        "prune_asdiv_a",
-        "prune_math23k",
-        "prune_math500",
-    }
-    task = task_manager().load(["prune_tiny_words_pass4"])["tasks"]["prune_tiny_words_pass4"]
-    task.build_all_requests(limit=1)
-    task.instances[0].resps = list("abcd")
-    task.apply_filters()
-    assert task.instances[0].filtered_resps["none"] == list("abcd")
-
-
-def test_any_n_is_one_line_and_a_wrong_one_is_refused(tmp_path: Path, shared_data: Path) -> None:
+def test_any_n_is_one_line(tmp_path: Path, shared_data: Path) -> None:
     registration.register()
     folder = ROOT / "tasks"
     (tmp_path / "twelve.yaml").write_text(
@@ -218,9 +192,6 @@ def test_any_n_is_one_line_and_a_wrong_one_is_refused(tmp_path: Path, shared_dat
     assert sampling.items() <= twelve.instances[0].args[1].items() and "</s>" in twelve.instances[0].args[1]["until"]
     task = manager.load(["mine_pass3"])["tasks"]["mine_pass3"]
     assert task.ks == [1, 2, 3] and "maj@3" in task.aggregation()
-    (tmp_path / "mine.yaml").write_text(f"include: {path}\ntask: mine_pass3\nrepeats: 0\n")
-    with pytest.raises(InputError):
-        TaskManager(include_path=str(tmp_path), include_defaults=False).load(["mine_pass3"])
 
 
 def test_a_scoring_function_of_ones_own(tmp_path: Path) -> None:
@@ -248,15 +219,8 @@ def test_a_scoring_function_of_ones_own(tmp_path: Path) -> None:
         **{f"pass@{k}_unbiased": pass_unbiased(4, 1, k) for k in (1, 2, 4)},
     }
     assert measured(f"{{{right}, 'extracted': results[0]}}") == {**bare, "maj@4": 0, "distinct": 2, "extracted": 1}
-    with pytest.raises(InputError):
-        measured("{'acc': 1.0}")
-    assert not calls  # no text was generated in vain
-    with loading.including(str(tmp_path)), pytest.raises(InputError):
-        TaskIdentity.of(loading.task_manager(), GridTask("mine_pass4"))
     assert measured("{'acc': 1.0}", predict_only=True) == {"bypass": 999} and calls
     assert measured("{'exact_match': float(results[0].split()[-1] == 'y')}") == bare
-    with pytest.raises(InputError):
-        measured(f"{{{right}, **({{'extracted': 'y'}} if results[0] == 'y' else {{}})}}")
 
 
 def test_results_are_valid_json(shared_data: Path) -> None:

@@ -165,13 +165,9 @@ def test_what_is_not_the_letter_of_a_choice(answer: str) -> None:
     ("old", "new"),
     [
         ("{function: prune_answer}", "{function: prune_answer, kind: text}"),
-        ("{function: prune_answer}", "{function: prune_answer, kind: text, gold: target}"),
-        ("{function: prune_answer}", "{function: prune_answer, sort: text}"),
         ("{metric: prune_equal,", "{metric: prune_equal, kind: text,"),
         ("{function: prune_answer}", "{function: prune_answer, kind: text, gold: answer}"),
         ("task: gsm8k", "task: gsm8k\n    doc_to_target: a {{question}}"),
-        ("aggregation: mean", "aggregation: prune_pass_at_1"),
-        ("prune_equal, aggregation: mean", "exact_match, aggregation: prune_pass_at_2"),
     ],
 )
 def test_a_mistake_in_the_yaml_is_refused_before_any_answer(

@@ -21,7 +21,6 @@ from lmeval_prune.athena.model import Athena, AthenaOutput
 from lmeval_prune.athena.options import TrainOptions
 from lmeval_prune.athena.solving import answers
 from lmeval_prune.checkpoints.identity import checkpoint_identity, configuration_digests
-from lmeval_prune.errors import InputError
 from lmeval_prune.reporting.plot_style import COLOURS
 from lmeval_prune.training.curves import ACCURACY, draw
 from lmeval_prune.training.resuming import (
@@ -81,11 +80,6 @@ class AthenaTrainer(ResumableTrainer):
         self.host, self.validation, self.head_rate = model, validation, head_rate
         collator = Collator(len(model.settings.constants), model.tokenizer.pad_token_id)
         validation_examples = make_examples(validation, model.tokenizer, model.settings)
-        if not train or (validation and not validation_examples):
-            raise InputError(
-                f"all {'validation' if train else 'training'} problems are too long for the encoder, or need constants "
-                f"that no training equation has; raise limit or validation"
-            )
         lengths = [len(example.problem.ids) for example in train]
         super().__init__(model, arguments, collator, train, validation_examples, lengths, Progress(), patience)
 

@@ -46,7 +46,7 @@ def demo(pretrained: str = MODEL, output: str = "out/demo") -> int:
         from lmeval_prune.demo.page import write_page
         from lmeval_prune.demo.run import ranked_name, run
 
-        results = run(pretrained, folder, errors, bar=screen.is_terminal and errors.is_terminal)
+        results = run(pretrained, folder, errors)
         write_page(results, page)
     for part in summary(results):
         screen.print(part, markup=False, highlight=False)

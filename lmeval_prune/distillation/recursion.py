@@ -23,15 +23,14 @@ from lmeval_prune.artefacts import ENVELOPE, content_digest, output_lock, write_
 from lmeval_prune.athena.checkpoint import SETTINGS
 from lmeval_prune.checkpoints import embedded
 from lmeval_prune.checkpoints.pruned import read_manifest, removed_blocks
-from lmeval_prune.distance.summary import Summary, summarize
-from lmeval_prune.distance.tokens import logits_of, pass_distances
-from lmeval_prune.distance.variants import Distances
+from lmeval_prune.distance.summary import Summary, summarize_texts
+from lmeval_prune.distance.tokens import logits_of, other_distances
 from lmeval_prune.distillation.features import LayerMap
 from lmeval_prune.distillation.host import NOTE, SCHEMA, VERSION, Host, TrainingExamples, read_note
 from lmeval_prune.distillation.lessons import read_lessons
 from lmeval_prune.distillation.options import DistillOptions
 from lmeval_prune.distillation.stages import check_pruning, cut_stage, foreign_methods
-from lmeval_prune.distillation.teachers import check_teacher, compared_layers, teacher_of
+from lmeval_prune.distillation.teachers import compared_layers, teacher_of
 from lmeval_prune.distillation.trainer import DistillTrainer, check_arguments
 from lmeval_prune.errors import InputError
 from lmeval_prune.reporting.plot_style import COLOURS
@@ -109,10 +108,6 @@ def make_host(options: DistillOptions) -> Host:
 
         return AthenaHost(options)
     embedded.check_name(options.pretrained)
-    if folder.is_dir() and not (folder / "config.json").is_file():
-        raise InputError(
-            f"pretrained={folder}: there is no model in this folder, neither an ATHENA nor a language model"
-        )
     from lmeval_prune.distillation.language_host import LanguageHost
 
     return LanguageHost(options)
@@ -126,7 +121,8 @@ def check(host: Host) -> None:
     host.check_layers()
     check_pruning(options, model_map)
     check_arguments(options)
-    check_teacher(host, model_map)
+    if options.other_teacher:
+        host.check_teacher(options.other_teacher)
     host.check()
 
 
@@ -136,8 +132,6 @@ def _run_stages(host: Host, settings: dict[str, Any], target: Path, work: Path) 
     settings = {**settings, **{name: content() for name, content in host.contents().items()}}
     check_resumable(work, settings)
     examples = host.examples()
-    if not examples.validation and options.best_by == "loss":  # an ATHENA's is that of its own training
-        raise InputError("best_by needs a validation split, and the model was trained without one; give validation")
     this_process().wait_for_everyone()
     if this_process().is_main_process:
         write_options(work, settings)
@@ -229,10 +223,8 @@ class Stage:
         if not texts:
             return {}
         dense: Any = self.host.read(self.host.options.pretrained)
-        passes = pass_distances(
-            logits_of(dense.to(self.process.device)), {"": logits_of(student.to(self.process.device))}, texts
-        )
-        return summarize(Distances(texts, {"": [distances for *_, distances in passes]}, {}).frame(""))
+        logits = [logits_of(model.to(self.process.device)) for model in (dense, student)]
+        return summarize_texts(other_distances(*logits, texts))
 
     def _write(self, student: Any, manifest: dict[str, Any], training: dict[str, Any]) -> None:
         """Write the trained model with `distillation.json`; after the last stage also loss curves and card."""

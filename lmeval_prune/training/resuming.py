@@ -87,16 +87,7 @@ def _changed_contents(name: str, before: Any, now: Any) -> list[str]:
 def check_resumable(checkpoints: Path, settings: Mapping[str, Any]) -> None:
     """Raise an `InputError` if a folder of checkpoints has other options."""
     if (checkpoints / OPTIONS).is_file():
-        check_same_settings(settings, read_options(checkpoints), checkpoints)
-
-
-def read_options(checkpoints: Path) -> dict[str, Any]:
-    """Read the options of an incomplete training; `InputError` if the file is damaged."""
-    try:
-        options: dict[str, Any] = read_json(checkpoints / OPTIONS)
-    except InputError as error:
-        raise InputError(f"{error}; delete {checkpoints} to start again") from error
-    return options
+        check_same_settings(settings, read_json(checkpoints / OPTIONS), checkpoints)
 
 
 def write_options(checkpoints: Path, settings: Mapping[str, Any]) -> None:

@@ -9,10 +9,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TextIO
 
 import torch
-from rich.console import Console
 from transformers import AutoTokenizer
 
 from lmeval_prune.architectures import ModelMap, map_model
@@ -100,19 +99,19 @@ def drawn_name(share: float, draw: int) -> str:
     return f"{share:.0%} random, draw {draw + 1}"
 
 
-def run(pretrained: str, folder: Path, console: Console) -> dict[str, Any]:
+def run(pretrained: str, folder: Path, progress: TextIO) -> dict[str, Any]:
     """Measure everything, write `demo.json`, and return it.
 
     Args:
         pretrained: a causal language model, as for lm_eval.
         folder: folder of `demo.json` and of the cut model.
-        console: where each part is named before it begins.
+        progress: where each part is named before it begins.
     """
     check_folder(folder / "cut", [pretrained])
     began = time.perf_counter()
 
     def begin(part: str) -> None:
-        console.print(f"{time.perf_counter() - began:4.0f} s  {part}", highlight=False)
+        print(f"{time.perf_counter() - began:4.0f} s  {part}", file=progress, flush=True)
 
     begin("scores of heads")
     subject = Subject.load(pretrained)

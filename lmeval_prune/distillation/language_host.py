@@ -127,7 +127,7 @@ class LanguageHost(Host):
         """The task's documents, those of the training drawn by the seed; none without a task."""
         options = self.options
         rows = self._with_questions(self.rows()) if options.task else Rows([], [], "")
-        drawn, repeated = drop_test_questions(rows.train, rows.test)
+        drawn, repeated = drop_test_questions(rows.train, rows.test, self.test or "test")
         random.Random(options.seed).shuffle(drawn)
         return rows._replace(train=drawn[: options.limit], repeated=repeated)
 

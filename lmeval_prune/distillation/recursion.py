@@ -7,7 +7,6 @@ so an interrupted distillation resumes with the first incomplete stage.
 from __future__ import annotations
 
 import shutil
-import time
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -183,7 +182,7 @@ class Stage:
 
     def run(self) -> None:
         """Cut, train and write; an interrupted stage resumes from the cut model or its last checkpoint."""
-        begin, options = time.monotonic(), self.host.options
+        options = self.host.options
         smaller, checkpoints = (self.work / f"stage{self.number}.{name}" for name in ("cut", "training"))
         if self.process.is_main_process and not smaller.is_dir():
             print(f"stage {self.number} of {options.stages}: scoring and cutting", flush=True)
@@ -198,7 +197,7 @@ class Stage:
         student: Any = self.host.read(str(smaller))
         training: dict[str, Any] = {"best_epoch": 0, "log": []}
         if options.epochs:
-            training = self._train(student, manifest["stages"], checkpoints, begin)
+            training = self._train(student, manifest["stages"], checkpoints)
         self.process.wait_for_everyone()
         if self.process.is_main_process:
             distance = self._distance(student.eval())
@@ -207,15 +206,12 @@ class Stage:
             shutil.rmtree(checkpoints, ignore_errors=True)
         self.process.wait_for_everyone()
 
-    def _train(self, student: Any, stages: list[dict[str, Any]], checkpoints: Path, begin: float) -> dict[str, Any]:
+    def _train(self, student: Any, stages: list[dict[str, Any]], checkpoints: Path) -> dict[str, Any]:
         """Train the student; return the best epoch and the log."""
         host = self.host
         teacher = host.read(teacher_of(host, self.parent)) if host.options.uses_teacher else None
         layers = compared_layers(host, self.number, stages)
-        preparation = time.monotonic() - begin
-        return DistillTrainer(
-            host, student, teacher, layers, self.examples, checkpoints, self.number, preparation
-        ).run()
+        return DistillTrainer(host, student, teacher, layers, self.examples, checkpoints, self.number).run()
 
     def _distance(self, student: Any) -> Summary:
         """Summarise the distance of the student's answers from the unpruned model's; empty without texts to compare."""
@@ -223,8 +219,8 @@ class Stage:
         if not texts:
             return {}
         dense: Any = self.host.read(self.host.options.pretrained)
-        logits = [logits_of(model.to(self.process.device)) for model in (dense, student)]
-        return summarize_texts(other_distances(*logits, texts))
+        device = self.process.device
+        return summarize_texts(other_distances(logits_of(dense.to(device)), logits_of(student.to(device)), texts))
 
     def _write(self, student: Any, manifest: dict[str, Any], training: dict[str, Any]) -> None:
         """Write the trained model with `distillation.json`; after the last stage also loss curves and card."""

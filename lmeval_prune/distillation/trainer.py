@@ -97,7 +97,7 @@ def collate_with_padding(host: Host, stand_in: Any, examples: Sequence[Any]) -> 
 
 
 class DistillTrainer(ResumableTrainer):
-    """Trainer of a student with an optional teacher; `preparation`: seconds before it, for the estimate."""
+    """Trainer of a student with an optional teacher."""
 
     def __init__(
         self,
@@ -108,7 +108,6 @@ class DistillTrainer(ResumableTrainer):
         examples: TrainingExamples,
         work: Path,
         stage: int = 1,
-        preparation: float = 0.0,
     ) -> None:
         self.host, self.student, self.teacher, self.examples = host, model, teacher, examples
         self.options = options = host.options
@@ -126,7 +125,7 @@ class DistillTrainer(ResumableTrainer):
             self.padded_train,
             padded(examples.validation, arguments.eval_batch_size * arguments.world_size),
             examples.lengths,
-            Progress(f"stage {stage} of {options.stages}, ", options.stages - stage, preparation),
+            Progress(f"stage {stage} of {options.stages}, ", options.stages - stage),
         )
         if teacher is not None:
             self.teacher = teacher.to(self.args.device).eval().requires_grad_(False)

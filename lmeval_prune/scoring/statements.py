@@ -92,7 +92,6 @@ _JOINT = re.compile(
 )
 _ASIDE = re.compile(r"[^()\n.]{0,20}\([^()\n.]{0,20}")
 _BRACE = re.compile(r"\\\\|\\[{}]|[{}]")
-_UNCLOSED = re.compile(r"[^$\n]{1,100}(?=\$)")  # $\boxed{\frac{5}{6}$
 # Between a mark and its value: arrows, emphasis, bullets, line ends; the last may be a minus after `####` or `=`.
 _AROUND = re.compile(r"(?:[-=]+>|[ \t*_:：#=\"']|\n\s*>?|[-–—•>](?=[ \t]+[^\s\d])|[-–—•][ \t]+(?=\S))*")
 _MINUS = re.compile(r"[#:=] *- +$")
@@ -133,8 +132,6 @@ def _statement(text: str, mark: re.Match[str], pairs: dict[int, int]) -> Stateme
     if mark["box"]:
         closing = pairs.get(end - 1)
         content = text[end : min(closing or 0, end + MAX_BOX)]
-        if closing is None and (unclosed := _UNCLOSED.match(text, end)):
-            closing, content = unclosed.end() - 1, unclosed.group()
         return None if closing is None else Statement("boxed", start, closing + 1, content)
     inside = next((mark[name] for name in _INSIDE if mark[name] is not None), None)
     if inside is not None:
@@ -215,14 +212,10 @@ _ASSUMED = re.compile(  # before a statement, in its sentence
     r"|^\s*Had\b|\b(?i:check|test|verify)(?:ing|s)? (?:(?:our|the|this|that|my) )?$"
     rf"|{phrases('assumed_before', 'zh')}[^，。；,;\n]*$"
 )
-# Where an assumed statement ends; `would` in one, and what it depends on.
+# Where an assumed statement ends.
 _BUT = re.compile(rf"[,;]\s*(?:{phrases('buts')}|{phrases('buts', 'zh')})", re.IGNORECASE)
-_WOULD = re.compile(r"\bwould\b", re.IGNORECASE)
-_IF = re.compile(r"\b(?:if|were|had|without)\b", re.IGNORECASE)
-# An end that is cut off; `not 12 but`; a first step of a solution.
+# An end that is cut off; `not 12 but`.
 CUT_OFF = re.compile(rf"\b{phrases('cut_off')}\s*$|[+×÷=]\s*$")
-# Answer: x = 3, and 3 + 4 = 7 follows
-_FIRST_STEP = re.compile(rf"\A\s*\n(?!\W*{phrases('verifying')})[^\n]*\d\s*=\s*\S*\d", re.IGNORECASE)
 _NOT_BUT = re.compile(  # not 12 but
     r"\s*not\b(?:[^.;,]|[.,](?=\d)){1,60}?(?:[,;]?\s*but|[,;]\s*(?:it is|it's|rather))\s+", re.IGNORECASE
 )
@@ -257,8 +250,7 @@ def extract(response: str, reader: Reader) -> Extraction:
 def _ends_at(text: str, appendix: re.Match[str], reader: Reader) -> bool:
     """Return whether an answer stands before an appendix, marked, concluded, bare or a paragraph apart, and none in it."""
     before, after = text[: appendix.start()], text[appendix.end() :]
-    last = next(reversed(sentences(before)), "")
-    concluded = before.endswith("\n\n") or _CONCLUDES.search(last) or reader.is_bare(before.strip())
+    concluded = before.endswith("\n\n") or reader.is_bare(before.strip())
     answer, how = _extract(before, reader)
     ends = how in MARKED or (concluded and not _CONCLUDES.search(after))
     return bool(answer and ends) and not statements(after)
@@ -347,8 +339,7 @@ def _after(text: str, sign: re.Match[str]) -> str:
 def _assumption(text: str, statement: Statement) -> tuple[int, int] | None:
     """Return the range of a statement that is assumed, or that others make, with its clause."""
     clause = re.split(r"[.!?。！？\n]", text[max(0, statement.start - 120) : statement.start])[-1]
-    would = _WOULD.search(text[statement.start : statement.end]) and _IF.search(clause)
-    if not would and not _ASSUMED.search(clause):
+    if not _ASSUMED.search(clause):
         return None
     ends = [end.start() for stop in (_BUT, _SENTENCE) if (end := stop.search(text, statement.start, statement.end))]
     return statement.start - len(clause), min(ends, default=statement.end)
@@ -369,9 +360,7 @@ def _begins_a_solution(statement: Statement, following: str, reader: Reader) -> 
     """Return whether what 'Answer:' or `####` introduces is a solution, whose answer comes later."""
     if statement.how == "boxed" or statement.is_sentence:
         return False
-    if reader.is_bare(_sentence(statement.content)):
-        return "=" in statement.content and bool(_FIRST_STEP.search(following))
-    return bool(re.search(r"\d", following))
+    return not reader.is_bare(_sentence(statement.content)) and re.search(r"\d", following) is not None
 
 
 def _stated(statement: Statement, reader: Reader) -> tuple[str, str]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from lmeval_prune.artefacts import digest, without_addresses
+from lmeval_prune.errors import InputError
 
 T = TypeVar("T")
 Document = Mapping[str, Any]
@@ -35,14 +36,17 @@ def other_folds(data: str, test: str | None) -> list[str]:
     return [name for name in DATA[data].splits if name.startswith("fold") and name != test]
 
 
-def drop_test_questions(rows: Iterable[Document], test: Iterable[Document]) -> tuple[list[Any], int]:
+def drop_test_questions(rows: Iterable[Document], test: Iterable[Document], test_name: str) -> tuple[list[Any], int]:
     """Drop the training rows whose question is also in the test; return the other rows and the number of dropped rows.
 
     Questions that differ in spaces or in upper and lower case alone are the same.
     """
     rows, test_questions = list(rows), {normalised_question(str(row["question"])) for row in test}
     unrepeated = [row for row in rows if normalised_question(str(row["question"])) not in test_questions]
-    return unrepeated, len(rows) - len(unrepeated)
+    repeated = len(rows) - len(unrepeated)
+    if repeated > len(test_questions) // 2:
+        raise InputError(f"the training splits have {repeated} questions of the test split {test_name}")
+    return unrepeated, repeated
 
 
 def normalised_question(question: str) -> str:

@@ -71,7 +71,7 @@ def check_same_contents(contents: Mapping[str, Callable[[], Any]], stored: Mappi
     for name in contents:
         try:
             now = contents[name]()
-        except InputError as error:
+        except (InputError, OSError) as error:
             logger.warning("whether %s are the same as before is not known: %s", CONTENTS[name], error)
         else:
             check_same_settings({name: now}, stored, folder)

@@ -85,9 +85,7 @@ def _stating_clauses(prose: Prose) -> list[Clause]:
 def _last_number(prose: Prose) -> int | None:
     """Return the number of the last clause that is no supposition, reason, comparison or explaining rate."""
     clauses = prose.clauses()
-    # if we add them they are 3 + 4 = 7
-    ends = [c for c in clauses[-1:] if prose.results(c) and not prose.first_word(c.stop + 1)]
-    clauses = [c for c in clauses if not _SUPPOSES.match(prose.words(c.start, c.stop))] or ends
+    clauses = [c for c in clauses if not _SUPPOSES.match(prose.words(c.start, c.stop))]
     stated = [clause for clause in _without_rates(prose, clauses) if not _is_reason(prose, clause)]
     stated = [c for c in stated if not _COMPARES.match(prose.words(c.start, c.stop))] or stated
     clauses = [clause for clause in stated if prose.free(*clause.sides[-1])] or stated or clauses

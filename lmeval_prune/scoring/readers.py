@@ -13,7 +13,7 @@ from lmeval_prune.scoring.normalisation import line, plain
 from lmeval_prune.scoring.prose import is_bare_number, number_of, numbers_in, read_number
 from lmeval_prune.scoring.retractions import mistakes_of_others
 from lmeval_prune.scoring.statements import CONSENT, CUT_OFF, DENIED, MAX_END, MAX_PHRASE, Reader
-from lmeval_prune.scoring.text import GIVES_UP, PROSE, TextReader, concluding_sentences, main_clause
+from lmeval_prune.scoring.text import GIVES_UP, TextReader, concluding_sentences, main_clause
 from lmeval_prune.scoring.vocabulary import phrases, words
 
 _DIGIT = re.compile(r"[\d¼-¾⅐-⅞]")
@@ -136,20 +136,13 @@ class NumberReader:
             if rejection := _REJECTION.search(words):
                 rejected += numbers_in(rejection.group())
                 words = _beside(words, rejection)
-            words = self._without_remarks(words)
+            words = _APPROXIMATION.sub(r"\1", words) if self.exact else words
             if self.algebra and _ASSIGNMENTS.fullmatch(words) and not _CONDITION.match(words):
                 return None
             if _DIGIT.search(words):
                 number = self._number(_BULLET.sub("", _IN_ALL.sub(", so ", words)), last=True)
                 return None if number in rejected else number
         return None
-
-    def _without_remarks(self, sentence: str) -> str:
-        """Return a sentence without approximations of an exact value, and the exclamation mark of an answer in words."""
-        sentence = _APPROXIMATION.sub(r"\1", sentence) if self.exact else sentence
-        if self.algebra and len(PROSE.findall(sentence)) > 1:
-            return re.sub(r"(?<=\d)!\s*$", "", sentence)  # It is 9!
-        return sentence
 
     def _number(self, text: str, last: bool = False) -> str | None:
         reading = read_number(text, last)
@@ -228,7 +221,6 @@ class ExpressionReader(FormulaReader):
             concluded = _CONCLUDED.split(sentence)[-1]
             stated = concluded if has_operator(concluded) and not has_operator(sentence) else sentence
             expressions.append(atoms.formula(letters[-1]) if letters else stated)
-        expressions = [expression for expression in expressions if re.search(r"\d", expression)]
         last = next(filter(has_operator, expressions), next(iter(expressions), None))
         return None if last is None or DENIED.search(last) else last
 

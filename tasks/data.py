@@ -12,7 +12,7 @@ import json
 import os
 import random
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -284,10 +284,3 @@ def custom_dataset(
         require_math_verify()
     test = load(prune_data, data_split or prune_test, data_dir)
     return {"test": test} | ({"train": load(prune_data, prune_train, data_dir)} if prune_train else {})
-
-
-def check_local_data(config: Mapping[str, Any], metadata: Mapping[str, Any]) -> None:
-    """Read the data of a task, given by its configuration, if they come from a local folder."""
-    arguments = {**metadata, **(config.get("dataset_kwargs") or {})}
-    if "prune_data" in arguments and (arguments.get("data_dir") or os.environ.get("LMEVAL_PRUNE_DATA")):
-        custom_dataset(**arguments)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import gzip
 import json
 import shutil
@@ -14,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 from filelock import FileLock
-from safetensors import SafetensorError
 
 from lmeval_prune import InputError
 from lmeval_prune.artefacts import lock_path
@@ -23,9 +21,9 @@ from lmeval_prune.athena.data import ProblemSplit
 from lmeval_prune.athena.options import TrainOptions
 from lmeval_prune.athena.training import AthenaTrainer
 from lmeval_prune.cli import main
-from lmeval_prune.training import curves, resuming
+from lmeval_prune.training import curves
 from lmeval_prune.training.questions import question_key
-from lmeval_prune.training.resuming import last_checkpoint, report_full_disk
+from lmeval_prune.training.resuming import last_checkpoint
 from lmeval_prune.training.trainer import BatchesByLength
 from tests.athena_hosts import data_folder, encoder_folder
 from tests.conftest import task_manager
@@ -240,23 +238,6 @@ def test_incomplete_checkpoints_are_deleted(tmp_path: Path) -> None:
             (tmp_path / f"checkpoint-{step}" / "trainer_state.json").write_text(state)
     assert last_checkpoint(tmp_path) == str(tmp_path / "checkpoint-20")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-10", "checkpoint-20"]
-
-
-@pytest.mark.parametrize(
-    "error",
-    [
-        OSError(errno.ENOSPC, "No space left on device"),
-        SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)"),
-        RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 46930432 vs 46930320"),
-    ],
-)
-def test_a_full_disk_is_one_line(error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resuming.shutil, "disk_usage", lambda _: SimpleNamespace(free=2**20))
-    with (
-        pytest.raises(InputError),
-        report_full_disk(tmp_path),
-    ):
-        raise error
 
 
 def test_split_excludes_test_and_ungrounded_problems(options: TrainOptions, tmp_path: Path) -> None:

@@ -257,15 +257,6 @@ def test_what_is_infinite_or_undefined_is_null(tmp_path: Path) -> None:
     assert None not in variants["finite"].values() and variants["finite"]["mean_kld"] == pytest.approx(0.15)
 
 
-def test_probability_zero_is_an_infinite_divergence() -> None:
-    """Of the variant, where the dense model's is not; of the dense model it adds nothing."""
-    every, two = torch.zeros(1, 3), torch.tensor([[0.0, 0.0, -torch.inf]])
-    (row,) = next(reduce_distances(torch.tensor([2]), iter([every, two]))).tolist()
-    assert row == pytest.approx([math.inf, 1, -1 / 3, -math.inf])
-    (row,) = next(reduce_distances(torch.tensor([0]), iter([two, every]))).tolist()
-    assert row[0] == pytest.approx(math.log(3 / 2))
-
-
 def test_variants_on_greedy_answers(tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Head masks in a batch, a plan with channels by hooks, a checkpoint: each against plain `generate` and passes."""
     model = load_pretrained(str(tiny_folder), dtype=torch.float64)

@@ -40,9 +40,7 @@ from lmeval_prune.interventions.attention_call import eager_attention
 from lmeval_prune.interventions.plan import Plan
 from lmeval_prune.pruners.options import PruneOptions
 from lmeval_prune.surgery.cut import cut, cut_to
-from lmeval_prune.tasks.data import load
 from lmeval_prune.training import curves
-from lmeval_prune.training.questions import TrainingQuestions, question_key
 from lmeval_prune.training.trainer import BatchesByLength, ResumableTrainer
 from tests.athena_hosts import data_folder, encoder_folder
 from tests.conftest import ROOT
@@ -337,19 +335,6 @@ def test_maps_are_compared_before_dropout(family: str) -> None:
     assert others() == before
 
 
-def test_dropout_adds_no_feature_loss(athena: DistillOptions, dense: TrainOptions, tmp_path: Path) -> None:
-    """For a student equal to its teacher, with attention dropout only."""
-    model = checkpoint.read(dense.output)
-    model.encoder.config.update({"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.5})
-    checkpoint.write(model, tmp_path / "dropping")
-    trainer = trainer_of(replace(athena, pretrained=str(tmp_path / "dropping")), tmp_path / "work")
-    trainer.model.train()
-    inputs = trainer.host.collate(trainer.examples.train[:4])
-    with eager_attention(trainer.student.encoder), eager_attention(trainer.teacher.encoder), torch.no_grad():
-        _, parts = trainer.losses(trainer.model, inputs, trainer.counts([inputs]))
-    assert float(parts["feature"]) == pytest.approx(0, abs=1e-12)
-
-
 @pytest.mark.parametrize("normalize", ["none", "teacher"])
 def test_the_loss_is_eq_6_and_7_literally(language: DistillOptions, tmp_path: Path, normalize: Any) -> None:
     """Token by token, of a student with other weights."""
@@ -458,28 +443,6 @@ def test_interrupted_distillation_ends_the_same(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["student"]
     if before:
         assert json.loads(before)["stages"] == read_note(Path(again.output))["stages"][:1]
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("owner", [DistillTrainer, recursion], ids=["trainer", "recursion"])
-def test_killed_at_any_step_of_any_stage(whole: DistillOptions, tmp_path: Path, owner: Any) -> None:
-    names = (
-        {
-            "training_step": 12,
-            "evaluation_loop": 6,
-            "_save_checkpoint": 6,
-            "_save_rng_state": 6,
-            "_load_best_model": 2,
-            "run": 2,
-        }
-        if owner is DistillTrainer
-        else {"cut_stage": 2, "write_artefact": 2, "write_options": 1}
-    )
-    for name, calls in names.items():
-        for call in range(1, calls + 1):
-            folder = tmp_path / f"{name}{call}"
-            folder.mkdir()
-            test_interrupted_distillation_ends_the_same(whole, folder, owner, name, call)
 
 
 def test_sigkill_within_a_stage(whole: DistillOptions, tmp_path: Path) -> None:
@@ -737,49 +700,6 @@ def test_questions_of_ancestors_and_teachers_are_refused_as_test(
     trained_on = read_note(second)["material"]["trained_on"]
     assert len(trained_on) == 12
     assert (read_manifest(second) or {})["trained_on"] == trained_on
-
-
-def test_training_questions_of_athena_are_refused_as_test(
-    athena: DistillOptions, dense: TrainOptions, tmp_path: Path
-) -> None:
-    """For a host of fold 1 that was distilled on fold 2, and for its teacher."""
-    fold1 = {question_key(row) for row in load("asdiv_a", "fold1", dense.data_dir)}
-
-    def host(name: str, train: str, trained_on: set[str]) -> str:
-        model = checkpoint.read(dense.output)
-        options = {**model.about["options"], "train": [train]}
-        model.about = {**model.about, "options": options, "trained_on": sorted(trained_on), "validated_on": []}
-        checkpoint.write(model, tmp_path / name)
-        return str(tmp_path / name)
-
-    short = replace(athena, stages=1, epochs=1, validation=0.0, ratio=0.25)
-    first = replace(short, pretrained=host("of1", "fold2", fold1))
-    distill(first)
-    described = checkpoint.describe(first.output)
-    assert fold1 < set(described["trained_on"]) and len(described["trained_on"]) == 12
-    assert described["trained_on"] == read_note(first.output)["material"]["trained_on"]
-    second = replace(short, output=str(tmp_path / "second"))
-    with pytest.raises(InputError, match="was trained on 6 of the 6 questions of the test split fold1"):
-        distill(replace(second, pretrained=first.output, test="fold1"))
-    with pytest.raises(InputError, match="student was trained on 6 of the 6 questions of the test split fold2"):
-        other = host("of4", "fold4", set())
-        distill(replace(second, pretrained=other, teacher=first.output, test="fold2", terms=("response",)))
-
-
-def test_question_in_both_splits_is_a_training_question(
-    athena: DistillOptions, dense: TrainOptions, tmp_path: Path
-) -> None:
-    model = checkpoint.read(dense.output)
-    questions = TrainingQuestions(frozenset("ab"), frozenset("bc"))
-    model.about |= questions.to_artefact()
-    checkpoint.write(model, tmp_path / "host")
-    host = make_host(replace(athena, pretrained=str(tmp_path / "host")))
-    assert host.all_questions(questions, [], "fold0").to_artefact() == {
-        "trained_on": ["a", "b", "c"],
-        "validated_on": ["c"],
-    }
-    with pytest.raises(InputError, match="was trained on 1 of the 1 validation problems"):
-        host.all_questions(TrainingQuestions(frozenset("c"), frozenset("a")), [], "fold0")
 
 
 def test_training_questions_are_refused_as_validation(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -269,16 +268,6 @@ def test_the_file_of_a_task_may_not_change(
         distill(own)
     path.write_text(json.dumps(before | {"metadata": {"version": 2}}))
     assert len(distill(own)["stages"]) == 1
-
-
-def test_a_teacher_may_have_other_settings_of_the_tokenizer(options: DistillOptions, tmp_path: Path) -> None:
-    """They change texts, which only the student's tokenizer writes."""
-    shutil.copytree(options.pretrained, tmp_path / "teacher")
-    path = tmp_path / "teacher" / "tokenizer_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"split_special_tokens": True}))
-    host = make_host(replace(options, teacher=str(tmp_path / "teacher")))
-    host.check_teacher(str(tmp_path / "teacher"))
-    assert AutoTokenizer.from_pretrained(tmp_path / "teacher").split_special_tokens
 
 
 def test_a_teacher_with_more_rows_teaches_the_rows_of_the_student(options: DistillOptions, tmp_path: Path) -> None:

@@ -427,21 +427,6 @@ def test_tokens_that_stay_are_stored_in_the_same_launch(keep_skipped: bool) -> N
 # ---------------------------------------------------------------------- which way is taken
 
 
-def test_a_cpu_takes_the_twin_and_says_nothing(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(dispatch, "KERNELS_ON_CPU", False)
-    dispatch.DISPATCHED.clear()
-    key, value, valid = (tensor.cpu() for tensor in text())
-    memory = Memory.fresh(len(key), key, value)
-    steps = [
-        ops.decide(key[:, :, t : t + 1], value[:, :, t : t + 1], valid[:, t : t + 1], memory, RULES["kv"])
-        for t in range(key.shape[2])
-    ]
-    assert torch.cat(steps, 1).tolist() == literal(key, value, valid, RULES["kv"], False).tolist()
-    assert not dispatch.DISPATCHED and not caplog.messages
-
-
 def test_empty_batches() -> None:
     keys, none = random(0, 2, 4, 8), torch.zeros(0, dtype=torch.long, device=DEVICE)
     assert attention.decode(random(0, 4, 8), keys, keys, none, 1.0).shape == (0, 4, 8)
@@ -463,16 +448,6 @@ def test_every_gradient_is_kept(name: str, monkeypatch: pytest.MonkeyPatch) -> N
         gradients.append(leaf.grad)
     assert gradients[0] is not None and gradients[0].any()
     torch.testing.assert_close(*gradients, rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("other", ["query", "keys", "values"])
-def test_several_types_run_in_pytorch(other: str) -> None:
-    step = random_step(0, dtype=torch.float32)
-    step[other] = step[other].bfloat16()
-    with only("torch", "decode attention"):
-        actual = attention.decode(**step)
-    assert actual.dtype == step["query"].dtype
-    is_close(actual, naive_attention.decode(**as_doubles(step)))
 
 
 @pytest.mark.parametrize("splits", [1, 4])
@@ -611,19 +586,6 @@ def test_trials_on_the_device_are_not_counted(state: str) -> None:
     (expected, counted), (actual, tried) = run(False), run(True)
     assert tried == counted and counted["tokens"] == 48
     torch.testing.assert_close(actual, expected, rtol=0, atol=1e-9)
-
-
-def test_a_filter_on_the_device_in_single_precision() -> None:
-    """Single tokens by kernels alone."""
-    model = tiny("llama").float().to(DEVICE).eval()
-    filtered = TokenFilter(0.4, focus="uniform", warmup=3, step_size=0.05)
-    mask = padded(10)
-    expected, _, lengths = logits(model, filtered, [8, 1, 1], mask, on_device=False)
-    dispatch.DISPATCHED.clear()
-    actual, _, stored_lengths = logits(model, filtered, [8, 1, 1], mask, on_device=True)
-    assert set(dispatch.DISPATCHED) == {"decide and store: triton", "decode attention: triton"}
-    assert stored_lengths == lengths
-    torch.testing.assert_close(actual[mask.bool()], expected[mask.bool()], rtol=0, atol=1e-4)
 
 
 def test_rows_of_a_cache_are_reordered() -> None:

@@ -17,7 +17,7 @@ from lm_eval.utils import handle_non_serializable, make_table
 
 from lmeval_prune import InputError
 from lmeval_prune.plugin import registration
-from lmeval_prune.scoring import equality, mathematics
+from lmeval_prune.scoring import mathematics
 from lmeval_prune.scoring.passes import pass_unbiased
 from lmeval_prune.scoring.verifier import Verifier
 from lmeval_prune.tasks import compat, data, loading, results, windows
@@ -383,36 +383,3 @@ def test_perplexity_at_sequence_length_128(monkeypatch: pytest.MonkeyPatch) -> N
     out = run(Uniform(None), "prune_wikitext2_128", limit=None, max_length=128)
     (figures,) = (value for name, value in out["results"].items() if name.endswith("wikitext"))
     assert figures["word_perplexity,none"] == pytest.approx(math.exp(2))
-
-
-@pytest.mark.parametrize(
-    ("answer", "gold", "same"),
-    [
-        ("3; 4", "3; 4", True), ("3, 4", "3; 4", True), ("3 and 4", "3; 4", True), ("4; 3", "3; 4", False), ("3", "3; 4", False),
-        ("Mrs. Lamb", "Mrs. Lamb", True), ("yes", "Yes", True), ("5:45", "5:45", True), ("5:46", "5:45", False), ("", "Yes", False),
-        ("6:8", "3:4", False), ("3,4", "3; 4", True), (r"3 \text{ and } 4", "3; 4", True), ("1,200, 3", "1200; 3", True), ("3, 4 and 5", "3; 4; 5", True),
-        ("3, 4, and 5", "3; 4; 5", True), ("3 apples and 4 pears", "3; 4", True), ("5:45 p.m.", "5:45", True), ("5:45 PM", "5:45 p.m.", True), ("05:45", "5:45", True),
-        ("5:45 a.m.", "5:45 p.m.", False), ("They are equal.", "They are equal", True), ("equal", "They are equal", True), ("Ted", "John", False),
-    ],
-)  # fmt: skip
-def test_answers_that_are_not_one_number(answer: str, gold: str, same: bool) -> None:
-    assert equality.same_text(answer, gold) == same
-
-
-@pytest.mark.parametrize(
-    ("response", "gold", "right"),
-    [
-        ("Yes, there is no shortage.", "No", 0), ("Yes, there is no shortage.", "Yes", 1), ("The answer is no, because they have 3.", "No", 1),
-        (r"\boxed{Yes, they do}", "Yes", 1), (r"\boxed{There is no shortage}", "No", 0), ("It is so.\nNo.", "No", 1),
-        ("So John has more.", "John", 1), ("So:\n**John**", "John", 1), ("Ted has fewer than John.", "John", 0), ("It is not John.", "John", 0),
-        ("They have the same, so neither has more than John.", "John", 0), ("The answer is John because Ted has 3.", "John", 1),
-        (r"\boxed{Ted or John}", "John", 0), ("The answer is 3 and 4.", "3; 4", 1), ("The answer is 18, because 20 - 2 is.", "18", 1),
-        ("She leaves at 5:45 p.m. today.", "5:45", 1), ("The answer is The Baker wedding.", "The Baker wedding", 1), ("", "John", 0),
-        ("Therefore, yes, there are 3 left.", "Yes", 1), ("Therefore, yes, there are 3 left.", "No", 0), ("The answer is John or Ted.", "John", 0),
-        ("You will more likely meet Ted than John.", "John", 0), ("The answer is yes.", "Yes", 1), ("They met at 5:45 and left at 6:15.", "5:45", 0),
-        ("So it is\n3 and 4.", "3; 4", 1), ("So the ratio is 3:4.", "3:4", 1), (r"\boxed{4:3 or 3:4}", "3:4", 0), ("It is 4:3, not 3:4, or 4:3.", "3:4", 0), (r"\boxed{\text{John}}", "John", 1), ("So\n#### **John**", "John", 1),
-    ],
-)  # fmt: skip
-def test_answers_in_prose(response: str, gold: str, right: int) -> None:
-    doc = {"target": gold, "question": "John has 4 and Ted has 3 pears. Who has more?"}
-    assert results.text_or_number(doc, [response])["exact_match"] == right

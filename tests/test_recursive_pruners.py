@@ -18,7 +18,7 @@ from lmeval_prune.distillation.host import read_note
 from lmeval_prune.distillation.language_host import LanguageHost
 from lmeval_prune.distillation.lessons import Problem, Text, read_lessons
 from lmeval_prune.distillation.options import DistillOptions
-from lmeval_prune.distillation.prompts import Prompt, QuestionSearch, read_prompts
+from lmeval_prune.distillation.prompts import Prompt
 from lmeval_prune.distillation.recursion import distill, make_host
 from lmeval_prune.interventions.plan import Plan
 from lmeval_prune.models.answer_store import AnswerStore, read_answers
@@ -336,13 +336,6 @@ def test_the_teacher_answers_prompts(options: DistillOptions, tmp_path: Path, ch
     assert len(taught.lengths) == len(taught.train)
 
 
-def test_the_teacher_can_answer_problems_and_prompts(options: DistillOptions, tmp_path: Path) -> None:
-    note = distill(unlabelled(options, tmp_path, train_on="teacher"))["material"]
-    counts = note["lessons"]
-    assert counts["train"]["questions"] == 8 and counts["train_prompts"]["questions"] == len(PROMPTS)
-    assert {"unsolved", "right"} <= counts["train"].keys() and "unsolved" not in counts["train_prompts"]
-
-
 ALONE: dict[str, Any] = {"task": None, "answer": "{}", "limit": None, "validation": 0.25, "max_gen_toks": 90}
 
 
@@ -351,17 +344,6 @@ def test_prompts_without_a_task(options: DistillOptions, tmp_path: Path) -> None
     note = distill(unlabelled(options, tmp_path, **ALONE))["material"]["lessons"]
     assert [note[f"{part}_prompts"]["questions"] for part in ("train", "validation")] == [8, 2]
     assert note["train_prompts"]["kept"] == 8 - note["train_prompts"]["cut_off"] > 0
-
-
-def test_prompts_that_differ_in_spaces_alone_are_repeated(options: DistillOptions, tmp_path: Path) -> None:
-    """Whatever a chat template puts around them."""
-    options = unlabelled(options, tmp_path)
-    (tmp_path / "prompts.jsonl").write_text(
-        "".join(json.dumps({"prompt": p}) + "\n" for p in ("Say so.", " Say  so.\n"))
-    )
-    host: Any = make_host(options)
-    prompts, counts = read_prompts(options, host.tokenizer, QuestionSearch([]), lambda prompt: f"<{prompt}>")
-    assert counts["repeated"] == 1 and len(prompts) == 1
 
 
 @pytest.mark.parametrize("train_on", ["task", "teacher"])
@@ -386,18 +368,6 @@ def test_prompts_that_leave_no_room_for_an_answer_are_too_long(options: DistillO
     taught = host.taught(examples, tmp_path)
     assert taught.note["lessons"]["train_prompts"]["too_long"] == 1
     assert {text.start for text in taught.train if isinstance(text, Text)} <= {len(prompt.ids) for prompt in prompts}
-
-
-def test_a_student_of_prompts_goes_on_after_a_kill(options: DistillOptions, tmp_path: Path) -> None:
-    options = unlabelled(options, tmp_path)
-    distill(replace(options, output=str(tmp_path / "whole")))
-    run_killed(AnswerStore, "add", 4, lambda: distill(options))
-    distill(options)
-    first, second = (load_pretrained(folder).state_dict() for folder in (options.output, str(tmp_path / "whole")))
-    assert all(torch.equal(first[name], second[name]) for name in second)
-    (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt": "Another one."}))
-    with pytest.raises(InputError, match=r"was made with other data \(the file of prompts\)"):
-        distill(options)
 
 
 def test_stages_remove_whole_layers(options: DistillOptions) -> None:

@@ -302,23 +302,9 @@ def test_what_was_read_as_a_number_is_read_as_the_same_again(text: str) -> None:
 WORD_LISTS = sorted((Path(vocabulary.__file__).parent / "words").glob("*.yaml"))
 
 
-@pytest.mark.parametrize("path", WORD_LISTS, ids=lambda path: path.stem)
-def test_word_lists_are_read_alike_with_and_without_libyaml(path: Path) -> None:
-    """PyYAML's own reader refuses a bare `students?` in a list."""
-    text = path.read_text("utf-8")
-    assert yaml.load(text, yaml.BaseLoader) == yaml.load(text, getattr(yaml, "CBaseLoader", yaml.BaseLoader))
-
-
 def test_every_list_of_words_is_read_by_the_code() -> None:
     sources = [path.read_text("utf-8") for path in WORD_LISTS[0].parents[1].glob("*.py")]
     source = "".join([*sources, *(path.read_text("utf-8") for path in WORD_LISTS)])
     for path in WORD_LISTS:
         lists = yaml.load(path.read_text("utf-8"), yaml.BaseLoader)
         assert [name for name in lists if not re.search(rf"[(\"']{name}[\"']|{{{{{name}}}}}", source)] == [], path.name
-
-
-def test_each_rule_of_normalisation_says_what_it_is_for() -> None:
-    stages = yaml.load((WORD_LISTS[0].parent / "latex.yaml").read_text("utf-8"), yaml.BaseLoader)["stages"]
-    assert {"layout", "plain", "canonical", "arithmetic"} <= stages.keys()
-    for rules in stages.values():
-        assert all(len(rule) == 3 and rule[2] for rule in rules)

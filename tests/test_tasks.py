@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 from lm_eval.tasks import TaskManager
-from lm_eval.tasks._index import Entry, Kind
 
 from lmeval_prune import InputError
 from lmeval_prune.cli import COMMANDS, WITH_LM_EVAL, main
@@ -236,25 +235,6 @@ def test_lm_evals_index_is_read_only_where_a_name_needs_it(tmp_path: Path, monke
             manager.list_all_tasks()
         with pytest.raises(InputError, match="cannot be loaded"):
             load_tasks(manager, [str(group)])
-
-
-def test_lm_evals_tasks_are_listed_after_ours(monkeypatch: pytest.MonkeyPatch) -> None:
-    def entry(name: str, kind: Kind) -> Entry:
-        return Entry(name=name, kind=kind, yaml_path=Path("theirs.yaml"))
-
-    index = {
-        "gsm8k": entry("gsm8k", Kind.TASK),
-        "arc": entry("arc", Kind.GROUP),
-        "reasoning": entry("reasoning", Kind.TAG),
-    }
-    index["prune_gsm8k"] = entry("prune_gsm8k", Kind.TAG)
-    monkeypatch.setattr("lmeval_prune.tasks.manager._lm_eval_index", lambda: index)
-    manager = loading.task_manager()
-    assert {"gsm8k", "prune_gsm8k"} < set(manager.all_subtasks) and {"arc", "prune_tiny"} < set(manager.all_groups)
-    assert "reasoning" in manager.all_tags and "prune_gsm8k" not in manager.all_tags
-    assert {*manager.all_subtasks, *manager.all_groups, *manager.all_tags} == set(manager.all_tasks)
-    assert "gsm8k" in manager.match_tasks(["gsm*"]) and manager._index["gsm8k"].yaml_path == Path("theirs.yaml")
-    assert manager._index["prune_gsm8k"].kind is Kind.PY_TASK and "missing" not in manager._index
 
 
 @pytest.mark.parametrize("path", [ROOT / "tasks", str(ROOT / "lmeval_prune" / "tasks"), "tasks"])

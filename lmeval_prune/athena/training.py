@@ -29,7 +29,6 @@ from lmeval_prune.training.resuming import (
     check_resumable,
     check_same_contents,
     check_same_settings,
-    report_full_disk,
     result_settings,
     write_options,
 )
@@ -139,7 +138,7 @@ def train(options: TrainOptions) -> Athena:
         read = {ENCODER: lambda: _encoder_digest(options.encoder), PROBLEMS: lambda: ProblemSplit.load(options).digest}
         check_same_contents(read, about.get("contents", {}), target)
     else:
-        with output_lock(target), report_full_disk(work):
+        with output_lock(target):
             trained = _train_model(options, settings, work)
             checkpoint.write(trained, target)
     shutil.rmtree(work, ignore_errors=True)

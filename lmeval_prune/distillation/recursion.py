@@ -38,7 +38,6 @@ from lmeval_prune.training.resuming import (
     check_resumable,
     check_same_contents,
     check_same_settings,
-    report_full_disk,
     result_settings,
     write_options,
 )
@@ -142,8 +141,7 @@ def _run_stages(host: Host, settings: dict[str, Any], target: Path, work: Path) 
     for number in range(1, options.stages + 1):
         folder = target if number == options.stages else work / f"stage{number}"
         if not (folder / NOTE).is_file():
-            with report_full_disk(work):
-                Stage(host, examples, number, parent, note, work, folder).run()
+            Stage(host, examples, number, parent, note, work, folder).run()
         parent, note = str(folder), read_note(folder)
 
 

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import logging
 import shutil
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
 from typing_extensions import TypedDict
 
 from lmeval_prune.artefacts import read_json, write_text
-from lmeval_prune.errors import InputError, disk_error
+from lmeval_prune.errors import InputError
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +28,6 @@ CONTENTS = {
     ENCODER: "the encoder",
     "prompts_file": "the file of prompts",
 }
-FULL_DISK = 2**30  # free bytes below which a failed write by torch is reported as a full disk
 
 
 class _TrainerState(TypedDict):
@@ -111,17 +107,3 @@ def last_checkpoint(checkpoints: Path) -> str | None:
         else:
             complete[step] = folder
     return str(complete[max(complete)]) if complete else None
-
-
-@contextmanager
-def report_full_disk(checkpoints: Path) -> Iterator[None]:
-    """Raise a `DiskError` of one line instead of the errors of torch and safetensors on a full disk."""
-    try:
-        yield
-    except (OSError, RuntimeError, SafetensorError) as error:
-        if full_disk := disk_error(error, checkpoints):
-            raise full_disk from error
-        is_torch_save = any(word in str(error) for word in ("iostream", "inline_container"))
-        if not (is_torch_save and shutil.disk_usage(checkpoints).free < FULL_DISK):
-            raise
-        raise disk_error(OSError(errno.ENOSPC, ""), checkpoints) from error  # type: ignore[misc]

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from fractions import Fraction
 from functools import lru_cache
 
-from lmeval_prune.scoring.clauses import CONCLUSIONS, UNIT_LETTERS, VERBS, Clause, Prose, Side
+from lmeval_prune.scoring.clauses import CONCLUSIONS, UNIT_LETTERS, VERBS, Clause, Prose
 from lmeval_prune.scoring.normalisation import clean, line
 from lmeval_prune.scoring.numbers import MAX_DIGITS, Number, find_numbers, rounds_to, same_number
 from lmeval_prune.scoring.vocabulary import pattern, phrases, words
@@ -116,7 +116,7 @@ def number_of_clause(prose: Prose, clause: Clause) -> int | None:
 
 def _number_of_sides(prose: Prose, clause: Clause) -> int | None:
     sides = clause.sides
-    if _is_unsolved(prose, sides):
+    if any(re.search(r"\b(?:or|and) \S+$", prose.words(*side)) for side in sides[1:-1]):  # x = 3 or y = 5
         return None
     first, final = prose.lone(sides[0]), prose.lone(sides[-1], final=True)
     is_quotient = first is not None and prose.numbers[first].is_quotient
@@ -128,11 +128,6 @@ def _number_of_sides(prose: Prose, clause: Clause) -> int | None:
         if clause.equates and not (final is not None and prose.same(first, final)):
             return first
     return final
-
-
-def _is_unsolved(prose: Prose, sides: tuple[Side, ...]) -> bool:
-    """Return whether sides give several values: x = 3 or y = 5."""
-    return any(re.search(r"\b(?:or|and) \S+$", prose.words(*side)) for side in sides[1:-1])
 
 
 def _number_of_phrase(prose: Prose, start: int, stop: int) -> int | None:

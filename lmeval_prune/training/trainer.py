@@ -40,15 +40,12 @@ class BatchesByLength(Sampler[int]):
     def __iter__(self) -> Iterator[int]:
         generator = random.Random(f"{self.seed}:{self.epoch}")
         order = generator.sample(range(len(self)), len(self))
-        span = self.SPAN * self.batch
-        order = [index for i in range(0, len(order), span) for index in sorted(order[i : i + span], key=self._length)]
+        span, length = self.SPAN * self.batch, self.lengths.__getitem__
+        order = [index for i in range(0, len(order), span) for index in sorted(order[i : i + span], key=length)]
         batches = [order[i : i + self.batch] for i in range(0, len(order), self.batch)]
         last = batches.pop()  # may be smaller
         generator.shuffle(batches)
         yield from (index for batch in [*batches, last] for index in batch)
-
-    def _length(self, index: int) -> int:
-        return self.lengths[index]
 
 
 class Progress(TrainerCallback):

@@ -194,24 +194,6 @@ def test_without_a_validation_split_the_last_epoch_counts(options: TrainOptions,
     assert [key for key, _ in losses(str(tmp_path / "host"))] == ["loss"]
 
 
-def test_accumulated_batches_are_one_large_batch(options: TrainOptions, tmp_path: Path) -> None:
-    still = encoder_folder(tmp_path / "encoder", hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
-    result = []
-    for batch, accumulate in ((4, 2), (8, 1)):
-        folder = str(tmp_path / str(batch))
-        variant = replace(options, encoder=str(still), validation=0, epochs=1, dropout=0.0, output=folder)
-        with (
-            pytest.MonkeyPatch.context() as patch
-        ):  # Adam would turn the rounding of gradients that are zero into steps
-            patch.setattr(BatchesByLength, "__iter__", lambda self: iter(range(len(self))))
-            patch.setattr(AthenaTrainer, "get_optimizer_cls_and_kwargs", lambda *_: (torch.optim.SGD, {}))
-            training.train(replace(variant, batch=batch, accumulate=accumulate, encoder_rate=0.1, head_rate=0.1))
-        result.append(weights(folder))
-    for key, value in result[0].items():
-        torch.testing.assert_close(result[1][key], value, rtol=0, atol=1e-5)
-    assert losses(str(tmp_path / "4"))[0][1] == pytest.approx(losses(str(tmp_path / "8"))[0][1], abs=1e-5)
-
-
 def test_batches_have_similar_lengths_and_a_new_order_each_epoch() -> None:
     lengths = [(7 * i) % 50 for i in range(101)]
     sampler = BatchesByLength(lengths, 4, 0)

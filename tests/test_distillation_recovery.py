@@ -17,7 +17,7 @@ from lmeval_prune import InputError, load_pretrained, map_model
 from lmeval_prune.checkpoints.pruned import kept_layers
 from lmeval_prune.cli import main
 from lmeval_prune.distillation import language_host, stages
-from lmeval_prune.distillation.features import Features, LayerMap
+from lmeval_prune.distillation.features import LayerMap
 from lmeval_prune.distillation.options import DistillOptions
 from lmeval_prune.distillation.prompts import QuestionSearch, read_prompts
 from lmeval_prune.distillation.recursion import distill, make_host
@@ -25,13 +25,13 @@ from lmeval_prune.distillation.trainer import DistillTrainer
 from lmeval_prune.interventions.plan import Plan
 from lmeval_prune.planning.own_answers import Answerer, OwnAnswer
 from lmeval_prune.pruners.calibration import encode, encode_continuation
-from lmeval_prune.surgery.cut import cut, cut_to
+from lmeval_prune.surgery.cut import cut_to
 from lmeval_prune.training.questions import split_by_question
 from tests.athena_hosts import data_folder
 from tests.kills import Killed
 from tests.test_distillation import killed_at, losses
 from tests.test_own_answers import task_file
-from tests.tiny_models import tiny, tokens
+from tests.tiny_models import tiny
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
 
@@ -114,33 +114,6 @@ def test_a_cut_model_is_taught_by_the_model_before_its_cuts(
     for name, heads in (("once", [[1, 3], [0, 1, 2, 3]]), ("twice", [[1, 3], [0, 2]])):
         distill(replace(taught, pretrained=str(tmp_path / name), output=str(tmp_path / f"of_{name}")))
         assert seen[-1].heads == heads and seen[-1].teacher_numbers == [0, 1]
-
-
-def test_the_manifest_says_which_layers_are_left() -> None:
-    """Of a class with fewer layers, which have new numbers, and of one that has an absent block in its place."""
-    model = tiny("llama", num_hidden_layers=4)
-    ids = tokens()
-    for blocks, expected in (
-        (("L1",), {"L0": "L0", "L1": "L2", "L2": "L3"}),
-        (("L1.attention",), {f"L{n}": f"L{n}" for n in range(4)}),
-        (("L1", "L2.attention"), None),
-    ):
-        result = cut(model, Plan(blocks=blocks))
-        layers = LayerMap.of(result.manifest["stages"])
-        assert expected is None or layers.layers == expected
-        both = map_model(result.model), map_model(model)
-        for pair in layers.layers.items():
-            number, other = (int(label.removeprefix("L")) for label in pair)
-            student, teacher = both[0].model.model.layers[number], model.model.layers[other]  # type: ignore[union-attr, index]
-            for name, parameter in student.named_parameters():
-                assert torch.equal(parameter, teacher.get_parameter(name))
-        features = Features(layers, *both, relative=True)
-        assert len(features.heads) == len(features.teacher_numbers) == len(both[0].attention)
-        with torch.no_grad():
-            for network in (result.model, model):
-                network.config._attn_implementation = "eager"
-            outputs, target = (network(ids, output_attentions=True) for network in (result.model, model))
-            assert bool(features.term(target, outputs, torch.ones(3, 7)).isfinite())
 
 
 # ---------------------------------------------------------------- invariances of each term

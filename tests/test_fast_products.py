@@ -19,12 +19,7 @@ from lmeval_prune.pruners.schedule import stages
 from lmeval_prune.training.trainer import ResumableTrainer
 from tests.tiny_models import tiny
 
-INTEL = "vendor_id : GenuineIntel\nflags : fpu avx2 avx512f amx_tile\n"
-MILAN = "vendor_id : AuthenticAMD\nflags : fpu avx avx2\n"
 HEAD = 64  # the vocabulary of tiny models is not smaller
-GENOA = "vendor_id : AuthenticAMD\nflags : fpu avx2 avx512f avx512_bf16\n"
-
-
 BACKENDS: Any = torch.backends
 MATMUL = (BACKENDS.mkldnn.matmul, BACKENDS.cuda.matmul)
 

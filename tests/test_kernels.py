@@ -32,7 +32,6 @@ from tests.covers import crossed
 from tests.tiny_models import tiny
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-TYPES = [torch.float32, torch.float16, torch.bfloat16]
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}  # of the relative RMS error
 
 
@@ -79,63 +78,6 @@ def doubles(*tensors: torch.Tensor) -> list[torch.Tensor]:
 
 
 # ---------------------------------------------------------------------- decode attention
-
-LENGTHS = [[37, 1, 0], [5, 64, 33]]
-
-
-def stored(heads: int, capacity: int, width: int, width_v: int, lengths: torch.Tensor, dtype: torch.dtype) -> Any:
-    """Keys and values with NaN behind each row's length, and places with gaps but in the first row."""
-    rows = len(lengths)
-    keys, values = (
-        random(rows, heads, capacity, width, dtype=dtype),
-        random(rows, heads, capacity, width_v, dtype=dtype),
-    )
-    behind = (torch.arange(capacity, device=DEVICE) >= lengths[:, None])[:, None, :, None]
-    places = (random(rows, capacity).abs() * 3).long().add(1).cumsum(1)
-    places[0] = torch.arange(capacity, device=DEVICE)  # nothing was skipped
-    return keys.masked_fill(behind, torch.nan), values.masked_fill(behind, torch.nan), places
-
-
-SHAPES = [(4, 2, 16, 16), (3, 3, 20, 12), (10, 2, 40, 64)]
-
-
-@pytest.mark.parametrize(
-    ("heads", "kv_heads", "width", "width_v", "dtype"),
-    [
-        pytest.param(*shape, dtype, marks=[] if i == j else pytest.mark.long)
-        for i, shape in enumerate(SHAPES)
-        for j, dtype in enumerate(TYPES)
-    ],
-)
-def test_decode_is_its_twin(heads: int, kv_heads: int, width: int, width_v: int, dtype: torch.dtype) -> None:
-    for some, splits in product(LENGTHS, (1, 4)):
-        lengths = torch.tensor(some, device=DEVICE, dtype=torch.int32)
-        skipped = torch.tensor([False, False, False], device=DEVICE)
-        query = random(3, heads, width, dtype=dtype)
-        keys, values, _ = stored(kv_heads, 64, width, width_v, lengths, dtype)
-        with only("triton", "decode attention"):
-            actual = attention.decode(query, keys, values, lengths, 0.3, skipped=skipped, splits=splits)
-        expected = naive_attention.decode(*doubles(query, keys, values), lengths, 0.3, skipped=skipped)
-        is_close(actual, expected)
-        assert not actual[lengths == 0].any()
-
-
-@pytest.mark.parametrize("splits", [1, 2])
-@pytest.mark.parametrize(("window", "softcap"), [(9, None), (200, None), (None, 2.0), (30, 5.0)])
-def test_decode_with_a_window_a_softcap_and_skipped_rows(
-    window: int | None, softcap: float | None, splits: int
-) -> None:
-    lengths = torch.tensor([50, 7, 33, 0], device=DEVICE)
-    skipped = torch.tensor([False, False, True, True], device=DEVICE)
-    query = random(4, 6, 24)
-    keys, values, positions = stored(2, 50, 24, 24, lengths, torch.float32)
-    keys[2:], values[2:] = torch.nan, torch.nan  # of a skipped row nothing is read
-    options: dict[str, Any] = {"skipped": skipped, "window": window, "positions": positions, "softcap": softcap}
-    with only("triton", "decode attention"):
-        actual = attention.decode(query, keys, values, lengths, 0.2, **options, splits=splits)
-    expected = naive_attention.decode(*doubles(query, keys, values), lengths, 0.2, **options)
-    is_close(actual, expected)
-    assert not actual[2:].any()
 
 
 @pytest.mark.parametrize(("window", "keep"), [(None, False), (4, False), (4, True), (None, True)])
@@ -566,26 +508,6 @@ def test_a_filter_on_the_device_is_the_one_on_the_cpu(family: str, options: dict
         # gemma2 is eager here, whose weights are in single precision
         tolerance = 1e-5 if family == "gemma2" else 1e-9
         torch.testing.assert_close(actual[real], expected[real], rtol=0, atol=tolerance)
-
-
-@pytest.mark.parametrize("state", ["request", "run"])
-def test_trials_on_the_device_are_not_counted(state: str) -> None:
-    model, mask = tiny("llama").to(DEVICE).eval(), torch.ones(2, 12, dtype=torch.long, device=DEVICE)
-    ids = torch.randint(5, 60, mask.shape, generator=torch.Generator().manual_seed(3)).to(DEVICE)
-    filtered = TokenFilter(0.4, focus="uniform", warmup=3, step_size=0.05, state=state)
-
-    def run(trial: bool) -> tuple[torch.Tensor, Any]:
-        with torch.no_grad(), filtered.applied_to(model) as model_map:
-            model(ids, use_cache=False)
-            (live,) = interventions_on(model)
-            if trial:
-                with live.preserve_state():
-                    model(ids.flip(1), use_cache=False)
-            return model(ids, use_cache=False).logits, live.report(model_map)["token_filter_skipped"]
-
-    (expected, counted), (actual, tried) = run(False), run(True)
-    assert tried == counted and counted["tokens"] == 48
-    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-9)
 
 
 def test_rows_of_a_cache_are_reordered() -> None:

@@ -128,16 +128,6 @@ def test_pass_at_n_of_each_part(shared_data: Path) -> None:
     assert scores["pass@8_level_1"] == scores["pass@8_algebra"] == 1 and "pass@8_counting_and_probability" in scores
 
 
-def test_every_generative_task_has_its_pass_variants(shared_data: Path) -> None:
-    known = task_manager({"data_dir": str(shared_data)})
-    greedy = ["gsm8k", "gsm8k_5shot", "gsm8k_8shot", "math500", "math500_4shot", "math23k", "math23k_equation"]
-    greedy += ["asdiv_a", "asdiv_a_equation", "asdiv"]
-    assert {f"prune_{name}_pass{n}" for name in greedy for n in (8, 16)} <= set(known.all_tasks)
-    (task,) = known.load(["prune_gsm8k_5shot_pass16"])["tasks"].values()
-    assert task.config.repeats == 16 and task.config.num_fewshot == 5 and task.config.generation_kwargs["do_sample"]
-    assert "Question:" in task.config.generation_kwargs["until"]
-
-
 def test_expressions_vote_by_value_and_words_by_spelling() -> None:
     assert results.EQUALITIES[results.equation]("2*3", "1+5") and not results.EQUALITIES[results.equation]("2*3", "7")
     assert results.EQUALITIES[results.equation]("n0*2", "n0 * 2") and not results.EQUALITIES[results.equation](
@@ -160,18 +150,6 @@ def test_copies_that_pad_short_ranks_are_dropped() -> None:
         responses = instance.filtered_resps["none"]
         assert len(responses) == 4
         assert task.scores(instance.doc, responses)["pass@4_unbiased"] == 1
-
-
-def test_a_cache_collapses_nothing(tmp_path: Path) -> None:
-    """Sampled repeats are never read from `--use_cache`: the second run asks again, N times, and scores the same."""
-    outs = []
-    for _ in range(2):
-        model = Scripted(third_try_is_right)
-        out = run(model, "prune_tiny_words_pass4", cache=str(tmp_path / "cache"))
-        outs.append(out["results"]["prune_tiny_words_pass4"])
-        assert set(model.calls.values()) == {3}
-    assert list(tmp_path.glob("cache*.db"))
-    assert outs[0] == outs[1] and outs[0]["distinct,none"] == 3
 
 
 def test_any_n_is_one_line(tmp_path: Path, shared_data: Path) -> None:
@@ -277,21 +255,6 @@ def test_math_is_one_task_with_levels_and_subjects(shared_data: Path) -> None:
         assert re.search(rf"\|\s*{name}\s*\|↑\s*\|\s*{scores[name]:.4f}\|±\s*\|\s*0\.\d+\|", table)
 
 
-@pytest.mark.parametrize("name", ["prune_asdiv_a", "prune_asdiv_a_equation", "prune_math23k", "prune_math23k_equation"])
-def test_answer_and_equation_tasks_report_complexity(name: str, shared_data: Path) -> None:
-    def gold(request, _) -> str:
-        doc = request.doc
-        if name.endswith("_equation"):
-            return f"\\boxed{{{doc.get('formula') or doc['equation']}}}"
-        return f"I think so. Answer: {doc['target']}"
-
-    out = run(Scripted(gold), name, limit=60, data_dir=str(shared_data))["results"][name]
-    assert out["exact_match,none"] == 1.0 and out["strict_match,none"] == 1.0
-    assert out["complexity_low,none"] == 1.0 and out["extracted,none"] == 1.0
-    if "asdiv" in name:
-        assert out["grade_1,none"] == 1.0
-
-
 def test_answers_can_be_collected_without_scores() -> None:
     """`lm_eval --predict_only`."""
     for name in ("prune_tiny_words", "prune_tiny_words_pass4"):
@@ -330,11 +293,6 @@ def test_customary_score_is_acc_norm_where_there_is_one() -> None:
 
     assert evaluate(config["metric_list"]) == {"acc": 0.0, "acc_norm": 1.0, "score": 1.0}
     assert evaluate([m for m in config["metric_list"] if m["metric"] == "acc"]) == {"acc": 0.0, "score": 0.0}
-
-
-def test_paper_groups_are_found() -> None:
-    names = {"prune_commonsense", "prune_wikitext2_128"}
-    assert names <= set(task_manager().all_groups)
 
 
 def test_commonsense_is_seven_tasks_with_a_score(monkeypatch: pytest.MonkeyPatch) -> None:

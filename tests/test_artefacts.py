@@ -43,6 +43,7 @@ from lmeval_prune.artefacts import (
     new_file,
     new_folder,
     output_lock,
+    read_json,
     write_artefact,
     write_text,
     writing,
@@ -78,7 +79,6 @@ from lmeval_prune.sprint.outcomes import Outcomes, OutcomeStore
 from lmeval_prune.sprint.router import Router
 from lmeval_prune.sprint.routers.contrastive import NearestHeads
 from lmeval_prune.surgery.cut import cut_to
-from lmeval_prune.training.resuming import read_options
 from tests.athena_hosts import encoder_folder, host
 from tests.methods import ROWS
 from tests.routers import ROWS as ROUTER_ROWS
@@ -729,7 +729,7 @@ def _lessons(folder: Path) -> Kind:
 
 def _begun(folder: Path) -> Kind:
     write_text(folder / "options.json", json.dumps({"epochs": 1, "train": ["a"]}))
-    return Kind([folder / "options.json"], lambda: str(sorted(read_options(folder).items())))
+    return Kind([folder / "options.json"], lambda: str(sorted(read_json(folder / "options.json").items())))
 
 
 def _layers(folder: Path) -> Kind:

@@ -104,6 +104,7 @@ def test_not_equal(answer: str, gold: str) -> None:
         ("答案是：12元，因为5+7", "12", "phrase"),
         ("#### Solution\n9*2 = 18\nShe makes 18 in 1 day.\nThe answer is 18.", "18", "phrase"),
         ("Answer: She sells 9 eggs.\nFor $2 each, that is 18", "18", "end"),
+        ("Answer: x = 6\nHer sister is 6 + 7 = 13", "13", "end"),
         ("It takes 5 × 10^3", "5 × 10^3", "end"),
         (r"The answer is $x$. It is 18.", "18", "end"),
         ("The answer is sin 30.", "sin 30", "phrase"),
@@ -139,6 +140,7 @@ def test_extraction_of_a_number(response: str, answer: str, how: str) -> None:
         ("She needs 36/12 = 3 dozen", "3"),
         ("The difference is 25 - 18 = 7 sq in", "7"),
         ("So 12 red apples it is", "12"),
+        ("If the team found 100 shells they found a total of 700-100 = 600 shells.", "600"),
         # but no more than said
         ("They need 5 buses. Since 44/10 = 4.4", "5"),
         ("So it takes 5 cars, each with 3 + 1 = 4 seats.", "5"),

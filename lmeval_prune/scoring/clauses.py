@@ -74,6 +74,8 @@ _WORD = re.compile(rf"(?<!\\)\b[A-Za-z]+(?:['’][A-Za-z]+)*|{_CHINESE}+")  # do
 _SAID, _CHINESE_SAID = words("said_with_a_number"), re.compile(f"{phrases('said_with_a_number', 'zh')}$")
 
 
+_COMPUTED = re.compile(rf"#[^#]*{_OPERATOR}\s?[({{]*#|# x #")  # 9 apples + 3
+
 Side = tuple[int, int]  # a range of the outline
 
 
@@ -193,6 +195,13 @@ class Prose:
         ):
             return None
         return verb.span()
+
+    def results(self, clause: Clause) -> bool:
+        """Return whether a clause gives what is computed in it: they have 12 + 5 = 17 apples."""
+        operands = clause.sides[-2:][0]
+        is_quotient = any(self.numbers[position].is_quotient for position in self.within(*operands))
+        computed = is_quotient or bool(_COMPUTED.search(self.outline, *operands))
+        return clause.equates and computed and self.words(*clause.sides[-1]).startswith("#")
 
     def governed(self, position: int, start: int) -> bool:
         """Return whether the words before a number say it of something else."""

@@ -85,7 +85,9 @@ def _stating_clauses(prose: Prose) -> list[Clause]:
 def _last_number(prose: Prose) -> int | None:
     """Return the number of the last clause that is no supposition, reason, comparison or explaining rate."""
     clauses = prose.clauses()
-    clauses = [c for c in clauses if not _SUPPOSES.match(prose.words(c.start, c.stop))]
+    # if we add them they are 3 + 4 = 7
+    ends = [c for c in clauses[-1:] if prose.results(c) and not prose.first_word(c.stop + 1)]
+    clauses = [c for c in clauses if not _is_condition(prose, c)] or ends
     stated = [clause for clause in _without_rates(prose, clauses) if not _is_reason(prose, clause)]
     stated = [c for c in stated if not _COMPARES.match(prose.words(c.start, c.stop))] or stated
     clauses = [clause for clause in stated if prose.free(*clause.sides[-1])] or stated or clauses
@@ -105,6 +107,12 @@ def _is_reason(prose: Prose, clause: Clause) -> bool:
 
 def _begins_with(prose: Prose, clause: Clause, begin: frozenset[str]) -> bool:
     return clause.opener in begin or prose.first_word(clause.start) in begin
+
+
+def _is_condition(prose: Prose, clause: Clause) -> bool:
+    """Return whether a clause begins as a condition, and holds no result (`if x = 3 then it is 12`)."""
+    written = prose.words(clause.start, clause.stop)
+    return bool(_SUPPOSES.match(written)) and len(clause.sides) < 3 and " then " not in written
 
 
 def number_of_clause(prose: Prose, clause: Clause) -> int | None:

@@ -214,8 +214,10 @@ _ASSUMED = re.compile(  # before a statement, in its sentence
 )
 # Where an assumed statement ends.
 _BUT = re.compile(rf"[,;]\s*(?:{phrases('buts')}|{phrases('buts', 'zh')})", re.IGNORECASE)
-# An end that is cut off; `not 12 but`.
+# An end that is cut off; `not 12 but`; a first step of a solution.
 CUT_OFF = re.compile(rf"\b{phrases('cut_off')}\s*$|[+×÷=]\s*$")
+# Answer: x = 3, and 3 + 4 = 7 follows
+_FIRST_STEP = re.compile(rf"\A\s*\n(?!\W*{phrases('verifying')})[^\n]*\d\s*=\s*\S*\d", re.IGNORECASE)
 _NOT_BUT = re.compile(  # not 12 but
     r"\s*not\b(?:[^.;,]|[.,](?=\d)){1,60}?(?:[,;]?\s*but|[,;]\s*(?:it is|it's|rather))\s+", re.IGNORECASE
 )
@@ -360,7 +362,9 @@ def _begins_a_solution(statement: Statement, following: str, reader: Reader) -> 
     """Return whether what 'Answer:' or `####` introduces is a solution, whose answer comes later."""
     if statement.how == "boxed" or statement.is_sentence:
         return False
-    return not reader.is_bare(_sentence(statement.content)) and re.search(r"\d", following) is not None
+    if reader.is_bare(_sentence(statement.content)):
+        return "=" in statement.content and bool(_FIRST_STEP.search(following))
+    return bool(re.search(r"\d", following))
 
 
 def _stated(statement: Statement, reader: Reader) -> tuple[str, str]:

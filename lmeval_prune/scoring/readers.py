@@ -23,6 +23,9 @@ _DIGIT = re.compile(r"[\d¼-¾⅐-⅞]")
 _NOTHING = re.compile(rf"\W*{phrases('nothing')}\b", re.IGNORECASE)  # no solution
 _BULLET = re.compile(r"^\s*(?:[-*•–—>]|\d{1,2}[.)])\s+")  # 1) 12
 _INVERTED = re.compile(phrases("inverted"), re.IGNORECASE)  # so 12 it is
+_BOLD_APPOSED = re.compile(  # a rise of **9** euros; it is step **9**
+    rf"\b(?:an? (?!{phrases('parts_of')}\b)[a-z]+ of|(?<=is ){phrases('numbered')}) (?=\*\*[$£€]?-?\d)"
+)
 _FOOTNOTE = re.compile(  # 12 [1]
     r"(?<=[\w.%)}*`$]) ?\[(?:\d{1,2}|[a-z*†]|(?:see|note|from|source|step|table|ref) [^\]\n]{1,40})\](?=[\s.,;:!?]|$)"
     r"|[†‡]|(?<![⁻⁰¹²³⁴-⁹])¹(?![⁰¹²³⁴-⁹])"
@@ -126,7 +129,7 @@ class NumberReader:
             return None
         rejected: list[str] = []
         for sentence in concluding_sentences(text):
-            words = _FOOTNOTE.sub("", CONSENT.sub("", sentence))
+            words = _BOLD_APPOSED.sub(": ", _FOOTNOTE.sub("", CONSENT.sub("", sentence)))
             words = _FACTORIAL.sub(r" \\factorial ", words)
             words = _DOZENS.sub(r"\1", _NOT_BUT.sub("", plain(words)))
             if mistakes_of_others(words) and not _DIGIT.search(words):

@@ -92,6 +92,7 @@ _JOINT = re.compile(
 )
 _ASIDE = re.compile(r"[^()\n.]{0,20}\([^()\n.]{0,20}")
 _BRACE = re.compile(r"\\\\|\\[{}]|[{}]")
+_UNCLOSED = re.compile(r"[^$\n]{1,100}(?=\$)")  # $\boxed{\frac{5}{6}$
 # Between a mark and its value: arrows, emphasis, bullets, line ends; the last may be a minus after `####` or `=`.
 _AROUND = re.compile(r"(?:[-=]+>|[ \t*_:：#=\"']|\n\s*>?|[-–—•>](?=[ \t]+[^\s\d])|[-–—•][ \t]+(?=\S))*")
 _MINUS = re.compile(r"[#:=] *- +$")
@@ -132,6 +133,8 @@ def _statement(text: str, mark: re.Match[str], pairs: dict[int, int]) -> Stateme
     if mark["box"]:
         closing = pairs.get(end - 1)
         content = text[end : min(closing or 0, end + MAX_BOX)]
+        if closing is None and (unclosed := _UNCLOSED.match(text, end)):
+            closing, content = unclosed.end() - 1, unclosed.group()
         return None if closing is None else Statement("boxed", start, closing + 1, content)
     inside = next((mark[name] for name in _INSIDE if mark[name] is not None), None)
     if inside is not None:

@@ -8,22 +8,19 @@ a router embeds, and `target`, the final answer as text.
 from __future__ import annotations
 
 import gzip
-import itertools
 import json
 import os
 import random
 import re
-import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import datasets
-import pyarrow
 
-from lmeval_prune.errors import InputError, did_you_mean, first_line, print_input_errors
+from lmeval_prune.errors import InputError, did_you_mean, print_input_errors
 from lmeval_prune.scoring import complexity, readings
 from lmeval_prune.scoring.verifier import require_math_verify
 from lmeval_prune.tasks.splits import split_names, split_parts
@@ -43,7 +40,6 @@ class DataSet:
         files: local file of each stored split.
         hub: loads a stored split from its public source.
         document: converts a row to a document; None drops the row.
-        fields: types of the required fields of a row; `NoneType` allows null.
         parts: further splits, selected from the documents of the split `"all"`.
         packaged: whether the files are part of this package.
         needs_math: whether scoring requires math-verify.
@@ -52,7 +48,6 @@ class DataSet:
     files: dict[str, str]
     hub: Callable[[str], Iterator[Row]] | None
     document: Callable[[Row], Row | None]
-    fields: Mapping[str, tuple[type, ...]] = field(default_factory=dict)
     parts: dict[str, Callable[[list[Row]], list[Row]]] = field(default_factory=dict)
     packaged: bool = False
     needs_math: bool = False
@@ -94,8 +89,6 @@ def _asdiv_rows(split: str, url: str = ASDIV_URL) -> Iterator[Row]:
 
 
 def _gsm8k(row: Row) -> Row:
-    if "####" not in row["answer"]:
-        raise ValueError("its answer has no line '#### NUMBER'")
     return {**row, "target": row["answer"].rpartition("####")[2].strip()}
 
 
@@ -104,8 +97,6 @@ def _math(row: Row) -> Row | None:
         return None
     level = int(re.sub(r"\D", "", str(row["level"])) or 0)
     subject = row.get("subject") or row.get("type")
-    if level not in range(1, 6):
-        raise ValueError(f"level is {row['level']!r}, not 1 to 5")
     return {**row, "level": level, "subject": subject, "question": row["problem"], "target": row["answer"]}
 
 
@@ -142,7 +133,6 @@ def _math23k(row: Row) -> Row:
 
 
 def _folds(rows: list[Row], number: int) -> list[Row]:
-    _check(rows, {"fold": INTEGER})
     return [row for row in rows if row["fold"] == number]
 
 
@@ -175,39 +165,32 @@ def _parts(ratios: tuple[int, int, int], by: str) -> dict[str, Callable[[list[Ro
 
 
 def _standard(rows: list[Row], test: bool) -> list[Row]:
-    _check(rows, {"standard_test": (bool, int)})
     return [row for row in rows if bool(row["standard_test"]) == test]
 
 
-TEXT, INTEGER = (str,), (int,)
-_ASDIV = dict.fromkeys(("body", "question", "answer", "formula"), TEXT)
 DATA: dict[str, DataSet] = {
     "gsm8k": DataSet(
         {"train": "gsm8k_train.jsonl", "test": "gsm8k_test.jsonl"},
         partial(_hub_rows, path="openai/gsm8k", name="main"),
         _gsm8k,
-        {"question": TEXT, "answer": TEXT},
     ),
     "math500": DataSet(
         {"train": "math_train.jsonl", "test": "math500_test.jsonl"},
         partial(_hub_rows, path="HuggingFaceH4/MATH-500", other="rasbt/math_full_minus_math500"),
         _math,
-        {"problem": TEXT, "answer": TEXT, "level": (str, int)},
         needs_math=True,
     ),
-    "asdiv": DataSet({"test": "asdiv.jsonl"}, _asdiv_rows, _asdiv, _ASDIV),
+    "asdiv": DataSet({"test": "asdiv.jsonl"}, _asdiv_rows, _asdiv),
     "asdiv_a": DataSet(
         {"all": "asdiv.jsonl"},
         _asdiv_rows,
         _asdiv_a,
-        _ASDIV | {"asdiv_a_fold": (int, type(None)), "solution_type": TEXT},
         _parts((8, 1, 1), "solution_type"),
     ),
     "math23k": DataSet(
         {"all": "math23k.jsonl"},
         None,
         _math23k,
-        {"segmented_text": TEXT, "equation": TEXT, "answer": (str, int, float), "numbers": (list,)},
         {
             "train": partial(_standard, test=False),
             "test": partial(_standard, test=True),
@@ -230,149 +213,54 @@ def load(name: str, split: str = "test", data_dir: str | os.PathLike[str] | None
         split: one of its splits, or slices and sums of them as in `datasets`: `fold0+fold1[:50%]`.
         data_dir: local folder; default: `LMEVAL_PRUNE_DATA`; if that is unset, the public source.
     """
-    if name not in DATA:
-        raise InputError(f"unknown data set {name!r}; known: {', '.join(DATA)}")
     data = DATA[name]
     folder = data_dir or os.environ.get("LMEVAL_PRUNE_DATA") or ""
     parts = [_selected(name, data, part, folder) for part in split_parts(split)]
-    for first, second in itertools.combinations(parts, 2):
-        if repeated := first.overlap(second):
-            rows = f"{repeated} row{'s' if repeated > 1 else ''}"
-            raise InputError(f"{name}: {second.instruction} has {rows} of {first.instruction}, which {split} has, too")
-    return datasets.Dataset.from_list([row for part in parts for row in part.documents])
+    return datasets.Dataset.from_list([row for rows in parts for row in rows])
 
 
-@dataclass(frozen=True)
-class _Part:
-    """Documents of a split, or of a slice of it, with their positions in the split."""
-
-    instruction: str
-    split: str
-    positions: range
-    documents: list[Row]
-
-    @cached_property
-    def keys(self) -> list[str]:
-        """The documents as text, to compare them."""
-        return [json.dumps(row, sort_keys=True, default=str) for row in self.documents]
-
-    def overlap(self, other: _Part) -> int:
-        """Count the documents in both: those at the same position of one split, or equal ones of two splits."""
-        if self.split == other.split:
-            return len(set(self.positions) & set(other.positions))
-        own_keys = set(self.keys)
-        return sum(key in own_keys for key in other.keys)
-
-
-def _selected(name: str, data: DataSet, instruction: str, folder: str | os.PathLike[str]) -> _Part:
+def _selected(name: str, data: DataSet, instruction: str, folder: str | os.PathLike[str]) -> list[Row]:
     """Return the documents of a split, or of a slice of it such as `fold0[:50%]`."""
     [split] = split_names(instruction)
     if split not in data.splits:
         raise InputError(f"data set {name} has no split {split!r}; it has {', '.join(data.splits)}")
     documents = _all_documents(name, data, split, folder)
-    positions = range(len(documents))
-    if instruction != split:
-        [part] = datasets.ReadInstruction.from_spec(instruction).to_absolute({split: len(documents)})
-        positions = range(part.from_, part.to)
-        documents = documents[part.from_ : part.to]
-    if not documents:
-        path = Path(folder, data.files.get(split) or data.files["all"])
-        raise InputError(f"{name}: {path} has no rows for split {instruction}")
-    return _Part(instruction, split, positions, documents)
+    if instruction == split:
+        return documents
+    [part] = datasets.ReadInstruction.from_spec(instruction).to_absolute({split: len(documents)})
+    return documents[part.from_ : part.to]
 
 
 def _all_documents(name: str, data: DataSet, split: str, folder: str | os.PathLike[str]) -> list[Row]:
     """Read a file, or the public source, and return the documents of a split."""
-    source = split if split in data.files else "all"
-    documents: list[Row] = []
-    position = "a row"
-    try:
-        for number, row in enumerate(_rows(name, data, source, folder), 1):
-            position = f"row {number}"
-            documents += _documents(data, row)
-        position = "a row"
-        documents = data.parts[split](documents) if split in data.parts else documents
-        pyarrow.Table.from_pylist(documents)  # raises if rows have different types
-        return documents
-    except InputError:
-        raise
-    except (KeyError, TypeError, ValueError, AttributeError, OverflowError, pyarrow.ArrowException) as error:
-        problem = f"{position} of {Path(folder, data.files[source])} is not as expected ({first_line(error)})"
-        raise InputError(f"{name}: {problem}") from error
-
-
-def _documents(data: DataSet, row: Row) -> list[Row]:
-    """Return a list with the document of a row, or an empty list for a dropped row."""
-    _check([row], data.fields)
-    document = data.document(row)
-    target = (document or {}).get("target", "-")
-    if not isinstance(target, str) or target.strip().lower() in ("", "nan", "inf", "-inf"):
-        raise ValueError(f"its answer is {target!r}")
-    return [document] if document is not None else []
-
-
-def _check(rows: list[Row], fields: Mapping[str, tuple[type, ...]]) -> None:
-    """Refuse rows with missing fields or fields of another type."""
-    for row in rows:
-        if not isinstance(row, dict):
-            raise ValueError(f"it is {type(row).__name__}, not an object")
-        for name, types in fields.items():
-            if name not in row:
-                raise ValueError(f"it has no field {name!r}")
-            if not isinstance(row[name], types) or (isinstance(row[name], bool) and bool not in types):
-                raise ValueError(f"{name} is {row[name]!r}, not {' or '.join(t.__name__ for t in types)}")
+    rows = _rows(name, data, split if split in data.files else "all", folder)
+    documents = [document for row in rows if (document := data.document(row)) is not None]
+    for document in documents:  # no response could be right
+        if document.get("target", "-").strip().lower() in ("", "nan", "inf", "-inf"):
+            raise InputError(f"{name}: an answer is {document['target']!r}")
+    return data.parts[split](documents) if split in data.parts else documents
 
 
 def _rows(name: str, data: DataSet, split: str, folder: str | os.PathLike[str]) -> Iterator[Row]:
-    if data.packaged:
-        yield from _read(HERE / data.files[split])
-    elif folder:
-        if not Path(folder).is_dir():
-            raise InputError(f"data folder {folder} does not exist; correct data_dir or LMEVAL_PRUNE_DATA")
-        path = Path(folder) / data.files[split]
-        try:
-            files = [file for file in (path, path.with_name(path.name + ".gz")) if file.is_file()]
-        except OSError as error:
-            raise InputError(f"data folder {folder} cannot be read ({first_line(error)})") from error
-        if not files:
-            raise InputError(f"data folder {folder} has no {path.name} (or {path.name}.gz), which {name} needs")
-        yield from _read(files[0])
-    elif data.hub is None:
-        raise InputError(
-            f"{name} has no source on the hub; name a folder with {data.files[split]} in LMEVAL_PRUNE_DATA or data_dir"
-        )
-    else:
-        try:
-            yield from data.hub(split)
-        except Exception as error:  # download libraries raise many types
-            raise InputError(
-                f"{name} could not be loaded from its public source ({first_line(error)}); "
-                f"name a local folder with {data.files[split]} in LMEVAL_PRUNE_DATA or --metadata data_dir=FOLDER"
-            ) from error
-
-
-def _read(path: Path) -> Iterator[Row]:
-    opener = gzip.open if path.suffix == ".gz" else open
-    number = 0
-    try:
-        with opener(path, "rt", encoding="utf-8") as file:
-            for line in file:
-                number += 1
-                if line.strip():
-                    yield json.loads(line)
-    except json.JSONDecodeError as error:
-        raise InputError(f"{path}, line {number}, is not JSON: {error}") from None
-    except (OSError, EOFError, UnicodeDecodeError, zlib.error) as error:
-        raise InputError(f"{path} cannot be read after line {number} ({first_line(error)})") from error
-
-
-_ARGUMENTS = ("prune_data", "prune_test", "prune_train")  # in a task's dataset_kwargs
+    if not (data.packaged or folder):
+        if data.hub is None:
+            raise InputError(f"{name} is not on the hub; name a folder with {data.files[split]} in LMEVAL_PRUNE_DATA")
+        yield from data.hub(split)
+        return
+    path = (HERE if data.packaged else Path(folder)) / data.files[split]
+    compressed = path.with_name(f"{path.name}.gz")
+    with (
+        gzip.open(compressed, "rt", encoding="utf-8")
+        if compressed.is_file() and not path.is_file()
+        else path.open(encoding="utf-8") as file
+    ):
+        yield from (json.loads(line) for line in file if line.strip())
 
 
 @print_input_errors
 def custom_dataset(
     *,
-    prune_data: str | None = None,
+    prune_data: str,
     prune_test: str = "test",
     prune_train: str | None = None,
     data_dir: str | None = None,
@@ -387,28 +275,12 @@ def custom_dataset(
         data_dir, data_split: from `--metadata`: local folder; another split for the questions.
         others: other metadata, such as the model_args, is ignored.
     """
-    for name in others:
-        if name.startswith("prune_") or did_you_mean(name, _ARGUMENTS, cutoff=0.8):
-            raise InputError(
-                f"dataset_kwargs has no {name}{did_you_mean(name, _ARGUMENTS)}; it has {', '.join(_ARGUMENTS)}"
-            )
-        if hint := did_you_mean(name, ("data_dir", "data_split"), cutoff=0.8):
+    for name in others:  # another split or folder would be read without a word
+        if hint := did_you_mean(name, ("data_dir", "data_split", "prune_test", "prune_train"), cutoff=0.8):
             raise InputError(f"unknown metadata {name}{hint}")
-    if prune_data is None:
-        raise InputError(f"dataset_kwargs has no prune_data; name a data set there: {', '.join(DATA)}")
     if data_split and prune_train in split_names(data_split):
-        raise InputError(
-            f"this task's exemplars come from {prune_train}, so a question could be its own exemplar: use another "
-            "data_split, or a task without exemplars"
-        )
+        raise InputError(f"exemplars come from {prune_train}, so a question could be its own: use another data_split")
     if prune_data in DATA and DATA[prune_data].needs_math:
         require_math_verify()
     test = load(prune_data, data_split or prune_test, data_dir)
     return {"test": test} | ({"train": load(prune_data, prune_train, data_dir)} if prune_train else {})
-
-
-def check_local_data(config: Mapping[str, Any], metadata: Mapping[str, Any]) -> None:
-    """Read the data of a task, given by its configuration, if they come from a local folder."""
-    arguments = {**metadata, **(config.get("dataset_kwargs") or {})}
-    if "prune_data" in arguments and (arguments.get("data_dir") or os.environ.get("LMEVAL_PRUNE_DATA")):
-        custom_dataset(**arguments)

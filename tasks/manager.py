@@ -19,7 +19,6 @@ from lm_eval.tasks import TaskManager
 from lm_eval.tasks._index import Entry, Kind, TaskIndex
 
 from lmeval_prune.errors import InputError, did_you_mean, first_few, first_line, print_input_errors
-from lmeval_prune.tasks.data import check_local_data
 from lmeval_prune.tasks.scorers import check_scorers
 from lmeval_prune.tasks.windows import check_window
 
@@ -74,7 +73,6 @@ class LazyTaskManager(TaskManager):
         for config in self._configs(task_list) if self.metadata is not None else ():
             if str(config.get("class")).endswith("WindowedTask"):
                 check_window(config, self.metadata)
-            check_local_data(config, self.metadata)
         if all(name in index for name in task_list):
             return sorted(set(task_list))
         unknown = [name for name in task_list if re.fullmatch(r"prune_\w+", name) and name not in index]

@@ -7,11 +7,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from jinja2.exceptions import TemplateError
-
 from lmeval_prune.artefacts import digest, without_addresses
 from lmeval_prune.attributes import replaced
-from lmeval_prune.errors import InputError, first_line
+from lmeval_prune.errors import InputError
 from lmeval_prune.tasks.loading import load_task, task_manager
 from lmeval_prune.tasks.splits import scored_splits, warn_of_scored_splits
 
@@ -86,10 +84,7 @@ def _context(task: Any, document: Mapping[str, Any], shots: int, tokenizer: Any)
         )
 
     turns = {"apply_chat_template": True, "fewshot_as_multiturn": True}  # the default of lm-eval's command
-    try:
-        context = task.fewshot_context(document, shots, **turns, chat_template=as_chat, gen_prefix=prefix)
-    except TemplateError as error:
-        raise InputError(f"the chat template fails ({first_line(error)}); leave the chat template out") from error
+    context = task.fewshot_context(document, shots, **turns, chat_template=as_chat, gen_prefix=prefix)
     return _of_right_choice(task, document, context)
 
 
@@ -110,15 +105,7 @@ def _other_exemplars(task: Any, document: Mapping[str, Any]) -> Iterator[None]:
     def sample(n: int, eval_doc: Any = None, **settings: Any) -> Any:
         drawn = draw(n, eval_doc=eval_doc, **settings)
         copies = [exemplar for exemplar in drawn if all(document.get(key) == value for key, value in exemplar.items())]
-        if not copies:
-            return drawn
-        try:
-            return draw(n, eval_doc=copies[0], **settings)
-        except (ValueError, AssertionError) as error:  # random.sample and lm-eval
-            raise InputError(
-                f"task {task.config.task} has fewer than {n} exemplars beside the question itself; give a smaller "
-                f"num_fewshot"
-            ) from error
+        return draw(n, eval_doc=copies[0], **settings) if copies else drawn
 
     with replaced(sampler, sample=sample):
         yield
@@ -136,21 +123,10 @@ def training_documents(name: str) -> tuple[Any, list[Any]]:
     """
     task = load_task(task_manager({"data_split": "train"}), name)
     is_packaged = "prune_data" in (task.get_config("dataset_kwargs") or {})
-    try:
-        documents = list(_documents(name, task, is_packaged))
-    except InputError:
-        raise
-    except Exception as error:  # tasks raise errors of any type
-        raise InputError(f"the training split of {name} cannot be read ({first_line(error)})") from error
+    if not is_packaged and not task.has_training_docs():
+        raise InputError(f"task {name} has no training split; name another task, or give --text FILE")
+    documents = list(task.test_docs() if is_packaged else task.training_docs())  # `data_split` has chosen the former
     split = "train" if is_packaged else task.get_config("training_split")
     remedy = "name another task, or give --text FILE"
     warn_of_scored_splits("the calibration text", name, [split], scored_splits(task), remedy)
     return task, documents
-
-
-def _documents(name: str, task: Any, is_packaged: bool) -> Any:
-    if is_packaged:  # `data_split` has chosen the split that is the task's test split
-        return task.test_docs()
-    if task.has_training_docs():
-        return task.training_docs()
-    raise InputError(f"task {name} has no training split; name another task, or give --text FILE")

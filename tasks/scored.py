@@ -18,7 +18,7 @@ from typing import Any
 from lm_eval.api.metrics import mean, mean_stderr
 from lm_eval.api.task import ConfigurableTask
 
-from lmeval_prune.errors import InputError, print_input_errors
+from lmeval_prune.errors import print_input_errors
 from lmeval_prune.scoring import MARKED
 from lmeval_prune.tasks.results import Scores, mathematics
 
@@ -41,8 +41,6 @@ class ScoredTask(ConfigurableTask):
 
     @print_input_errors
     def __init__(self, config: dict[str, Any]) -> None:
-        if not callable(config.get("process_results")):
-            raise InputError(f"task {config.get('task')}: it needs a process_results function")
         # the metrics come from `aggregation`; without this empty list lm-eval adds its default metrics
         config = {key: value for key, value in config.items() if key != "class"} | {"metric_list": []}
         super().__init__(config=config)

@@ -15,7 +15,6 @@ The filter reads the answers, the metrics compare them with the gold answer. Bot
 from __future__ import annotations
 
 import functools
-import inspect
 import itertools
 import logging
 from collections.abc import Callable, Iterable, Sequence
@@ -27,7 +26,7 @@ import jinja2
 from lm_eval.api.filter import Filter
 from lm_eval.api.metrics import mean
 
-from lmeval_prune.errors import InputError, did_you_mean, print_input_errors
+from lmeval_prune.errors import InputError, print_input_errors
 from lmeval_prune.scoring import MathematicsReader, NumberReader, Reader, extract, numbers_equal, readings
 from lmeval_prune.scoring.equality import same_text
 from lmeval_prune.scoring.mathematics import forget_failures, same_mathematics, verdicts
@@ -66,9 +65,6 @@ KINDS = {
 
 def _kind(name: str) -> Kind:
     """Return a kind of answers by its name."""
-    if name not in KINDS:
-        kinds = ", ".join(KINDS)
-        raise InputError(f"there is no kind of answers {name!r}; known: {kinds}{did_you_mean(str(name), KINDS)}")
     if name == "mathematics":
         require_math_verify()
     return KINDS[name]
@@ -113,16 +109,8 @@ class AnswerFilter(Filter):
         """Return a document's gold answer; empty if this kind of answers is read without it."""
         if not self.kind.reads_gold or not self.gold:
             return ""
-        if "{" not in self.gold and self.gold not in doc:
-            raise InputError(f"filter prune_answer: a document has no field {self.gold!r}; it has {', '.join(doc)}")
-        try:
-            return gold_answer(_render(self.gold, doc) if "{" in self.gold else doc[self.gold], self.kind)
-        except jinja2.TemplateError as error:
-            raise InputError(f"filter prune_answer: gold: {self.gold} cannot be filled in ({error})") from None
-
-
-def _render(template: str, doc: dict[str, Any]) -> str:
-    return jinja2.Environment(undefined=jinja2.StrictUndefined).from_string(template).render(**doc)
+        template = jinja2.Environment(undefined=jinja2.StrictUndefined).from_string
+        return gold_answer(template(self.gold).render(**doc) if "{" in self.gold else doc[self.gold], self.kind)
 
 
 def _compare_at_once(read: Sequence[Answers], golds: Sequence[str]) -> None:
@@ -210,78 +198,44 @@ pass_at_1, pass_at_2, pass_at_4, pass_at_8, pass_at_16, pass_at_32, pass_at_64 =
 
 
 def check_scorers(task: Any) -> None:
-    """Refuse a wrong use of the filter, metrics and aggregations in a loaded task: lm-eval finds it too late."""
-    with_name = f"task {task.config.task}: "
-    read: set[str] = set()  # kinds that filters read
-    compares_numbers = False
-    try:
-        for step in (partial(step) for pipeline in filters(task) for step in pipeline.filters):
-            if step.func is AnswerFilter:
-                _refuse_unknown(AnswerFilter, "filter prune_answer", step.keywords)
-                step().read_gold(task.eval_docs[0])
-                read.add(step.keywords.get("kind", "number"))
-        for name, function, arguments in metrics(task):
-            if getattr(function, "__module__", "") == __name__:
-                _refuse_unknown(function, f"metric {name}", arguments)
-                kind = arguments.get("kind", "number")
-                _kind(kind)
-                if read and kind not in read:
-                    reads = " and ".join(sorted(read))
-                    raise InputError(
-                        f"filter prune_answer reads kind: {reads}, metric {name} compares kind: {kind}; give both one"
-                    )
-                compares_numbers |= kind == "number"
-        if compares_numbers:
-            check_numbers(task, [task.doc_to_target(doc) for doc in _first_documents(task)])
-        if task.get_config("process_results") is number:
-            check_numbers(task, [doc.get("target") for doc in _first_documents(task)])
-        own = {name for name, function, _ in metrics(task) if getattr(function, "__module__", "") == __name__}
-        for name, aggregation in task.aggregation().items():
-            if k := next((k for k, function in PASS_AT.items() if function is aggregation), 0):
-                _check_aggregation(k, name, name in own, task.config.repeats or 1)
-    except InputError as error:
-        raise InputError(f"{with_name}{error}") from None
+    """Refuse a loaded task in which no response could be right, as lm-eval would score it all the same.
+
+    That is one whose filter reads another kind of answer than its metrics compare, or that compares numbers and whose
+    first gold answers are none.
+    """
+    steps = [partial(step) for pipeline in filters(task) for step in pipeline.filters]
+    reads = {step.keywords.get("kind", "number") for step in steps if step.func is AnswerFilter}
+    compares = {
+        arguments.get("kind", "number")
+        for _, function, arguments in metrics(task)
+        if getattr(function, "__module__", "") == __name__
+    }
+    if reads and not compares <= reads:
+        raise InputError(
+            f"task {task.config.task}: filter prune_answer reads kind: {' and '.join(sorted(reads))}, "
+            f"metrics compare kind: {' and '.join(sorted(compares))}; give both one"
+        )
+    if "number" in compares:
+        check_numbers(task, task.doc_to_target)
+    elif task.get_config("process_results") is number:
+        check_numbers(task, lambda doc: doc.get("target"))
 
 
-def check_numbers(task: Any, golds: Sequence[Any]) -> None:
+def check_numbers(task: Any, gold: Callable[[Any], Any]) -> None:
     """Refuse a task that compares numbers if no gold answer is one; warn if some are not, as no response is right then.
 
     Args:
-        task: a loaded task.
-        golds: the gold answers of its first documents; a list of several for one document.
+        task: a loaded task; its first documents are looked at.
+        gold: returns the gold answer of a document, or a list of several.
     """
-    kind = KINDS["number"]
-    texts = [[gold_answer(text, kind) for text in (gold if isinstance(gold, list) else [gold])] for gold in golds]
+    kind, texts = KINDS["number"], []
+    for document in itertools.islice(iter(task.eval_docs), MAX_CHECKED):
+        golds = gold(document)
+        texts.append([gold_answer(text, kind) for text in (golds if isinstance(golds, list) else [golds])])
     others = [answers[0] for answers in texts if answers and not any(map(readings, answers))]
     if not others:
         return
-    remedy = "compare them as text or mathematics (kind, or process_results)"
+    counts = f"{len(others)} of the first {len(texts)} gold answers are no numbers ({others[0]!r})"
     if len(others) == len(texts):
-        raise InputError(f"no gold answer is a number (the first is {others[0]!r}), so none could be right; {remedy}")
-    logger.warning(
-        "task %s: %d of the first %d gold answers are no numbers (%r), so no response to them is right; %s",
-        task.config.task, len(others), len(texts), others[0], remedy
-    )  # fmt: skip
-
-
-def _first_documents(task: Any) -> list[Any]:
-    return list(itertools.islice(iter(task.eval_docs), MAX_CHECKED))
-
-
-def _check_aggregation(k: int, metric: str, is_own: bool, repeats: int) -> None:
-    """Refuse the aggregation pass@k of a metric of this module, or with fewer than k responses to a document."""
-    name = f"aggregation prune_pass_at_{k}"
-    if is_own:
-        raise InputError(f"{name} needs lists from a process_results of your own; of {metric} give aggregation: mean")
-    if k > repeats:
-        raise InputError(f"{name} needs {k} responses to each document; repeats is {repeats}")
-
-
-def _refuse_unknown(function: Callable[..., Any], name: str, arguments: Iterable[str]) -> None:
-    """Refuse arguments in a YAML file that a filter or metric does not have."""
-    valid_names = [
-        parameter for parameter in inspect.signature(function).parameters if parameter not in ("golds", "answers")
-    ]
-    for argument in arguments:
-        if argument not in valid_names:
-            raise InputError(f"{name} has no argument {argument!r}; it has {', '.join(valid_names)}")
+        raise InputError(f"task {task.config.task}: {counts}; compare them as text or mathematics")
+    logger.warning("task %s: %s, so no response to them is right", task.config.task, counts)

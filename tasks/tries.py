@@ -19,8 +19,6 @@ def choose_metric(task: Any, metric: str | None = None) -> tuple[str, str]:
     """
     filters = [ensemble.name for ensemble in compat.filters(task)]
     name, _, filter_name = (metric or "").partition(",")
-    if filter_name and filter_name not in filters:
-        raise InputError(f"task {task.task_name} has no filter {filter_name!r}; it has {', '.join(filters)}")
     chosen = filter_name or filters[0]
     task._filters = [ensemble for ensemble in task._filters if ensemble.name == chosen]
     return name or _default_metric(task), chosen

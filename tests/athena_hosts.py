@@ -124,11 +124,3 @@ def quick_training() -> Iterator[None]:
         patch.setattr(recursion, "draw", lambda *_: None)
         patch.setattr(training, "draw", lambda *_: None)
         yield
-
-
-def without_mask_token(encoder: Path) -> None:
-    """Take the mask token out of a tokenizer's files."""
-    for name in ("tokenizer_config.json", "special_tokens_map.json"):
-        path = encoder / name
-        if path.is_file():
-            path.write_text(json.dumps({k: v for k, v in json.loads(path.read_text()).items() if k != "mask_token"}))

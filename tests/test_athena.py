@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lmeval_prune import HeadMask, InputError, map_model
 from lmeval_prune.athena.batches import Collator, EncodedProblem
-from lmeval_prune.athena.checkpoint import begin, read, write
+from lmeval_prune.athena.checkpoint import read, write
 from lmeval_prune.athena.model import Athena
 from lmeval_prune.athena.problems import Problem
 from lmeval_prune.athena.solving import Solution, answers, solve
@@ -298,17 +298,6 @@ def test_attention_maps_are_optional(tmp_path: Path) -> None:
     length = inputs["input_ids"].shape[1]
     assert [tuple(layer.shape) for layer in maps] == [(2, 4, length, length)] * 2
     assert model(**inputs).attentions is None
-
-
-def test_models_without_a_mask_token_are_refused(tmp_path: Path, tiny_folder: Path) -> None:
-    with pytest.raises(InputError):
-        begin(str(tiny_folder))
-    with pytest.raises(InputError):
-        begin(str(encoder_folder(tmp_path / "maskless", mask=None)))
-    with pytest.raises(InputError):
-        begin(str(encoder_folder(tmp_path / "bart", "bart")))
-    with pytest.raises(InputError):
-        begin(str(tmp_path / "nowhere"))
 
 
 def test_example_problems() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import gzip
 import json
 import shutil
@@ -14,20 +13,19 @@ from typing import Any
 import pytest
 import torch
 from filelock import FileLock
-from safetensors import SafetensorError
 
 from lmeval_prune import InputError
 from lmeval_prune.artefacts import lock_path
 from lmeval_prune.athena import checkpoint, training
 from lmeval_prune.athena.data import ProblemSplit
 from lmeval_prune.athena.options import TrainOptions
-from lmeval_prune.athena.training import AthenaTrainer, train
+from lmeval_prune.athena.training import AthenaTrainer
 from lmeval_prune.cli import main
-from lmeval_prune.training import curves, resuming
+from lmeval_prune.training import curves
 from lmeval_prune.training.questions import question_key
-from lmeval_prune.training.resuming import last_checkpoint, report_full_disk
+from lmeval_prune.training.resuming import last_checkpoint
 from lmeval_prune.training.trainer import BatchesByLength
-from tests.athena_hosts import data_folder, encoder_folder, without_mask_token
+from tests.athena_hosts import data_folder, encoder_folder
 from tests.conftest import task_manager
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
@@ -196,24 +194,6 @@ def test_without_a_validation_split_the_last_epoch_counts(options: TrainOptions,
     assert [key for key, _ in losses(str(tmp_path / "host"))] == ["loss"]
 
 
-def test_accumulated_batches_are_one_large_batch(options: TrainOptions, tmp_path: Path) -> None:
-    still = encoder_folder(tmp_path / "encoder", hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
-    result = []
-    for batch, accumulate in ((4, 2), (8, 1)):
-        folder = str(tmp_path / str(batch))
-        variant = replace(options, encoder=str(still), validation=0, epochs=1, dropout=0.0, output=folder)
-        with (
-            pytest.MonkeyPatch.context() as patch
-        ):  # Adam would turn the rounding of gradients that are zero into steps
-            patch.setattr(BatchesByLength, "__iter__", lambda self: iter(range(len(self))))
-            patch.setattr(AthenaTrainer, "get_optimizer_cls_and_kwargs", lambda *_: (torch.optim.SGD, {}))
-            training.train(replace(variant, batch=batch, accumulate=accumulate, encoder_rate=0.1, head_rate=0.1))
-        result.append(weights(folder))
-    for key, value in result[0].items():
-        torch.testing.assert_close(result[1][key], value, rtol=0, atol=1e-5)
-    assert losses(str(tmp_path / "4"))[0][1] == pytest.approx(losses(str(tmp_path / "8"))[0][1], abs=1e-5)
-
-
 def test_batches_have_similar_lengths_and_a_new_order_each_epoch() -> None:
     lengths = [(7 * i) % 50 for i in range(101)]
     sampler = BatchesByLength(lengths, 4, 0)
@@ -242,40 +222,6 @@ def test_incomplete_checkpoints_are_deleted(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-10", "checkpoint-20"]
 
 
-@pytest.mark.parametrize(
-    "error",
-    [
-        OSError(errno.ENOSPC, "No space left on device"),
-        SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)"),
-        RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 46930432 vs 46930320"),
-    ],
-)
-def test_a_full_disk_is_one_line(error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resuming.shutil, "disk_usage", lambda _: SimpleNamespace(free=2**20))
-    with (
-        pytest.raises(InputError),
-        report_full_disk(tmp_path),
-    ):
-        raise error
-
-
-@pytest.mark.parametrize("error", [RuntimeError("inline_container"), RuntimeError("shapes"), OSError(errno.EIO, "bad")])
-def test_other_errors_are_not_a_full_disk(error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resuming.shutil, "disk_usage", lambda _: SimpleNamespace(free=2**40))
-    with pytest.raises(type(error)) as raised, report_full_disk(tmp_path):
-        raise error
-    assert raised.value is error
-
-
-def test_refused_training_leaves_no_files(options: TrainOptions, tmp_path: Path) -> None:
-    shutil.copytree(options.encoder, tmp_path / "nomask")
-    without_mask_token(tmp_path / "nomask")
-    wrong = replace(options, encoder=str(tmp_path / "nomask"), output=str(tmp_path / "host"))
-    with pytest.raises(InputError):
-        train(wrong)
-    assert train(replace(wrong, encoder=options.encoder)).about["log"]
-
-
 def test_split_excludes_test_and_ungrounded_problems(options: TrainOptions, tmp_path: Path) -> None:
     folder = data_folder(tmp_path / "data")
     rows = [json.loads(line) for line in (folder / "asdiv.jsonl").read_text().splitlines()]
@@ -286,20 +232,6 @@ def test_split_excludes_test_and_ungrounded_problems(options: TrainOptions, tmp_
     assert (result.ungrounded, result.repeated) == (1, 1)
     assert (len(result.train), len(result.validation)) == (18, 4)
     assert result.constants == ()
-
-
-@pytest.mark.parametrize("kind", ["training", "validation"])
-def test_problems_that_are_all_too_long_are_one_line(options: TrainOptions, tmp_path: Path, kind: str) -> None:
-    folder = data_folder(tmp_path / "data")
-    rows = [json.loads(line) for line in (folder / "asdiv.jsonl").read_text().splitlines()]
-    validated = {item.document["question"] for item in ProblemSplit.load(options).validation}
-    for row in rows:
-        if kind == "training" or f"{row['body']} {row['question']}" in validated:
-            row["question"] += " and so on" * 200
-    (folder / "asdiv.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    with pytest.raises(InputError):
-        training.train(replace(options, data_dir=str(folder), output=str(tmp_path / "host")))
-    assert [path.name for path in tmp_path.iterdir() if not path.name.startswith(".")] == ["data"]
 
 
 # ---------------------------------------------------------------- through lm-eval

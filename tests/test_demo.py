@@ -2,34 +2,25 @@
 
 from __future__ import annotations
 
-import html
 import io
 import re
 import shlex
-from contextlib import nullcontext, redirect_stderr, redirect_stdout
-from itertools import pairwise
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from markupsafe import escape
-from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from lmeval_prune import InputError
 from lmeval_prune.cli import main
 from lmeval_prune.demo import run
-from lmeval_prune.demo.commands import YOURS, next_steps
-from lmeval_prune.demo.figures import costs, curves, decoding
-from lmeval_prune.demo.page import write_page
-from lmeval_prune.demo.steps import INTERVAL, STAGES, Steps, lines
+from lmeval_prune.demo.commands import YOURS
+from lmeval_prune.demo.figures import curves
 from lmeval_prune.interventions import HeadMask
 from lmeval_prune.tasks import data
 from tests.conftest import strict_json
 from tests.test_command_line import lm_eval
-from tests.tiny_models import tiny
 
 
 @pytest.fixture(scope="module")
@@ -123,58 +114,6 @@ def test_the_page_is_self_contained_and_has_every_head(output: Path) -> None:
     assert all(item["question"] in page for item in results["answers"]["shown"])
 
 
-def test_only_tables_and_next_commands_are_printed(output: Path) -> None:
-    printed = (output / "printed.txt").read_text()
-    assert len(printed.splitlines()) <= 40 and "page.html" in printed and (output / "demo.log").is_file()
-
-
-def test_a_redirected_run_says_what_it_does_and_how_far_it_is(output: Path) -> None:
-    opening, first, *_ = (output / "errors.txt").read_text().splitlines()
-    assert "minutes" in opening and "heads" in opening
-    assert first.split() == ["0", "s", "0%", "loading"]
-
-
-def test_lines_of_progress_are_apart_and_name_every_long_step() -> None:
-    text, now = io.StringIO(), 0.0
-    steps = Steps(lines(Console(file=text), clock=lambda: now))
-    for stage in STAGES:
-        steps.begin(stage)
-        for part in range(1, 11):
-            now += 2
-            steps.advance(part / 10)
-    rows = [line.split(maxsplit=3) for line in text.getvalue().splitlines()]
-    seconds = [int(row[0]) for row in rows]
-    assert all(INTERVAL <= after - before <= INTERVAL + 2 for before, after in pairwise(seconds))
-    assert [*dict.fromkeys(row[3] for row in rows)] == ["loading", *STAGES]
-    shares = [int(row[2].rstrip("%")) for row in rows]
-    assert shares == sorted(shares) and shares[0] == 0 and set(steps.seconds) == set(STAGES)
-
-
-def test_an_answer_that_is_not_complete_is_marked(tiny_folder: Path, output: Path) -> None:
-    subject = run.Subject.load(str(tiny_folder))
-    assert run._plain(subject, " seven</s>") == "seven" and run._plain(subject, " seven") == "seven…"
-    page = (output / "page.html").read_bytes().decode()  # with the line ends of random texts
-    shown = strict_json(output / "demo.json")["answers"]["shown"]
-    assert all(escape(answer) in page for item in shown for answer in item["answers"].values())
-
-
-def test_the_decoding_is_one_sentence_and_the_cut_one_table(output: Path) -> None:
-    results = strict_json(output / "demo.json")
-    answers = results["answers"]
-    sentence = decoding(results)
-    assert f"{answers['prompts']} prompts under {answers['masks']} masks" in sentence
-    assert sentence.endswith("and all texts are equal.")
-    some = {**results, "answers": {**answers, "identical": answers["texts"] - 1}}
-    assert f"{answers['texts'] - 1} of {answers['texts']} texts are equal" in decoding(some)
-    assert all(before and after and change for _, before, after, change in costs(results))
-    cut = {**results["cut"], "tokens_per_second": [10.0, 12.0], "speed_ratios": [1.25, 0.9, 1.1]}
-    assert ("speed, tokens a second (rounds)", "10", "12", "+10% (-10% to +25%)") in costs({**results, "cut": cut})
-    for file in "printed.txt", "page.html":
-        text = " ".join(html.unescape((output / file).read_text()).split())
-        assert sentence in text and all(name in text for name, *_ in costs(results))
-        assert str(results["problems"]) in text and results["task"] == "prune_tiny_cloze" and results["task"] in text
-
-
 def next_commands(text: str) -> tuple[list[list[str]], list[list[str]]]:
     """Return the words of the commands for the same model, and of those for one of one's own."""
     commands = [shlex.split(line) for line in text.splitlines() if line.startswith("  lm")]
@@ -205,11 +144,6 @@ def test_the_next_commands_run(
     assert arguments == f"pretrained={tiny_folder},heads={heads}" and len(heads.split("+")) == 2
 
 
-def test_the_next_commands_are_quoted() -> None:
-    same, _ = next_commands(next_steps("a folder/model", ["L0H1"]))
-    assert all(any("a folder/model" in word for word in words) for words in same)
-
-
 @pytest.mark.parametrize("width", [390, 1280])
 def test_the_page_fits_a_phone(browser: Any, output: Path, width: int) -> None:
     """Nothing is cut off: what is too wide scrolls by itself and says so; labels are large enough to read."""
@@ -227,48 +161,3 @@ def test_the_page_fits_a_phone(browser: Any, output: Path, width: int) -> None:
     )
     assert all(not scrolls or hinted for scrolls, hinted in wide)
     page.close()
-
-
-def test_a_map_of_many_layers_says_that_it_scrolls(browser: Any, output: Path, tmp_path: Path) -> None:
-    results = strict_json(output / "demo.json")
-    scores = next(iter(results["scores"].values()))
-    write_page(results | {"scores": {f"layers.L{n}": scores for n in range(40)}}, tmp_path / "page.html")
-    page = browser.new_page(viewport={"width": 390, "height": 900})
-    page.goto((tmp_path / "page.html").as_uri())
-    assert page.locator(".scroll:has(svg)").evaluate("e => e.scrollWidth > e.clientWidth")
-    assert page.locator(".hint").is_visible()
-    assert page.evaluate("document.documentElement.scrollWidth") <= 390
-    page.close()
-
-
-def test_a_foreign_file_in_the_cut_model_is_found_before_the_work(
-    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "cut").mkdir()
-    (tmp_path / "cut" / "notes.txt").write_text("mine")
-    monkeypatch.setattr(run.Subject, "load", lambda *_: pytest.fail("the model is loaded"))
-    assert main(["demo", "--pretrained", str(tiny_folder), "--output", str(tmp_path)]) == 2
-    assert "holds files that do not belong to a checkpoint" in capsys.readouterr().err
-
-
-def test_a_model_of_too_few_heads_is_refused_before_it_is_loaded(
-    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(run.Subject, "load", lambda *_: pytest.fail("the model is loaded"))
-    assert main(["demo", "--pretrained", str(tiny_folder), "--output", str(tmp_path)]) == 2
-    error = capsys.readouterr().err
-    assert "has 8 heads, and the demo prunes 3%" in error and "at least 34 heads" in error and "--ratio" not in error
-
-
-@pytest.mark.parametrize(("heads", "enough"), [(33, False), (34, True)])
-def test_so_many_heads_are_enough_as_are_needed_to_prune_the_least_share(
-    heads: int, enough: bool, tmp_path: Path
-) -> None:
-    sizes = {"num_attention_heads": heads, "num_key_value_heads": heads, "hidden_size": 4 * heads}
-    model = tiny("llama", num_hidden_layers=1, **sizes)
-    model.save_pretrained(tmp_path)
-    subject = SimpleNamespace(model=model, model_map=run.map_model(model))
-    with nullcontext() if enough else pytest.raises(InputError, match="nothing would be removed"):
-        assert run._plan(subject, "random", {"seed": 0}, min(run.SHARES)).mask
-    with nullcontext() if enough else pytest.raises(InputError, match="at least 34 heads"):
-        run.check_heads(str(tmp_path))

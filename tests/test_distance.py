@@ -24,7 +24,7 @@ from transformers import AutoTokenizer
 
 from lmeval_prune import HeadMask, Plan, cut, load_pretrained, map_model
 from lmeval_prune.cli import main
-from lmeval_prune.decoding import Engine, LikelihoodRequest
+from lmeval_prune.decoding import Engine
 from lmeval_prune.distance.options import DistanceOptions
 from lmeval_prune.distance.report import write
 from lmeval_prune.distance.summary import first_difference, summarize_answers, summarize_tokens
@@ -109,25 +109,6 @@ def test_a_model_that_the_engine_does_not_run_takes_plain_passes() -> None:
         for text, rows in zip(texts, values, strict=True):
             expected = reference_distances(model, masks[name], text)
             assert rows.tolist() == [pytest.approx(row, abs=1e-9) for row in expected]
-
-
-def test_logits_exist_for_a_chunk_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The reduction gets the rows of a chunk, the unpruned model's before the others', one at a time."""
-    monkeypatch.setattr("lmeval_prune.decoding.likelihood.LOGITS", 24 * VOCABULARY)
-    model, seen = doubles("llama"), []
-    masks = list(some_masks(model, 3).values())
-
-    def reduce(tokens: torch.Tensor, logits: Any) -> Any:
-        dense = next(logits)
-        for pruned in logits:
-            seen.append((len(tokens), dense.shape, pruned.shape))
-            yield pruned.sum(-1, keepdim=True)
-
-    requests = [LikelihoodRequest((5, 6, 7), tuple(range(8, 16)), mask) for mask in masks]
-    results = list(Engine(model).compare(requests, reduce))
-    assert [values.shape for _, values in results] == [(8, 1)] * 3
-    assert {rows for rows, *_ in seen} == {3, 2}  # eight tokens in chunks of three
-    assert all(dense == pruned == (rows, VOCABULARY) for rows, dense, pruned in seen)
 
 
 LOGITS = st.integers(0, 10**6).map(lambda seed: 3 * torch.randn(2, 6, 9, generator=torch.Generator().manual_seed(seed)))
@@ -255,15 +236,6 @@ def test_what_is_infinite_or_undefined_is_null(tmp_path: Path) -> None:
         assert second == variants["finite"]["texts"][1]
     assert variants["infinite"]["same_top"] == 1 and variants["undefined"]["same_top"] is None
     assert None not in variants["finite"].values() and variants["finite"]["mean_kld"] == pytest.approx(0.15)
-
-
-def test_probability_zero_is_an_infinite_divergence() -> None:
-    """Of the variant, where the dense model's is not; of the dense model it adds nothing."""
-    every, two = torch.zeros(1, 3), torch.tensor([[0.0, 0.0, -torch.inf]])
-    (row,) = next(reduce_distances(torch.tensor([2]), iter([every, two]))).tolist()
-    assert row == pytest.approx([math.inf, 1, -1 / 3, -math.inf])
-    (row,) = next(reduce_distances(torch.tensor([0]), iter([two, every]))).tolist()
-    assert row[0] == pytest.approx(math.log(3 / 2))
 
 
 def test_variants_on_greedy_answers(tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import re
@@ -19,11 +18,10 @@ from transformers import AutoTokenizer
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from lmeval_prune import InputError, load_pretrained, map_model
-from lmeval_prune.architectures.sublayer_names import compact_names
 from lmeval_prune.artefacts import lock_path
 from lmeval_prune.athena import checkpoint, training
 from lmeval_prune.athena.options import TrainOptions
-from lmeval_prune.checkpoints.pruned import read_manifest, removed_blocks
+from lmeval_prune.checkpoints.pruned import read_manifest
 from lmeval_prune.cli import main
 from lmeval_prune.distillation import language_host, recursion, stages
 from lmeval_prune.distillation.features import LayerMap, turn_off_map_dropout
@@ -42,9 +40,7 @@ from lmeval_prune.interventions.attention_call import eager_attention
 from lmeval_prune.interventions.plan import Plan
 from lmeval_prune.pruners.options import PruneOptions
 from lmeval_prune.surgery.cut import cut, cut_to
-from lmeval_prune.tasks.data import load
 from lmeval_prune.training import curves
-from lmeval_prune.training.questions import TrainingQuestions, question_key
 from lmeval_prune.training.trainer import BatchesByLength, ResumableTrainer
 from tests.athena_hosts import data_folder, encoder_folder
 from tests.conftest import ROOT
@@ -339,19 +335,6 @@ def test_maps_are_compared_before_dropout(family: str) -> None:
     assert others() == before
 
 
-def test_dropout_adds_no_feature_loss(athena: DistillOptions, dense: TrainOptions, tmp_path: Path) -> None:
-    """For a student equal to its teacher, with attention dropout only."""
-    model = checkpoint.read(dense.output)
-    model.encoder.config.update({"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.5})
-    checkpoint.write(model, tmp_path / "dropping")
-    trainer = trainer_of(replace(athena, pretrained=str(tmp_path / "dropping")), tmp_path / "work")
-    trainer.model.train()
-    inputs = trainer.host.collate(trainer.examples.train[:4])
-    with eager_attention(trainer.student.encoder), eager_attention(trainer.teacher.encoder), torch.no_grad():
-        _, parts = trainer.losses(trainer.model, inputs, trainer.counts([inputs]))
-    assert float(parts["feature"]) == pytest.approx(0, abs=1e-12)
-
-
 @pytest.mark.parametrize("normalize", ["none", "teacher"])
 def test_the_loss_is_eq_6_and_7_literally(language: DistillOptions, tmp_path: Path, normalize: Any) -> None:
     """Token by token, of a student with other weights."""
@@ -394,44 +377,6 @@ def test_the_loss_is_eq_6_and_7_literally(language: DistillOptions, tmp_path: Pa
     del inputs["logits_to_keep"]  # of a family that computes all of them
     with eager_attention(trainer.student), eager_attention(trainer.teacher), torch.no_grad():
         assert float(trainer.compute_loss(trainer.model, dict(inputs))) == pytest.approx(loss, rel=1e-9)
-
-
-def test_student_heads_are_compared_with_their_teacher_heads(
-    athena: DistillOptions, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """At the start of each stage, query weights of student heads equal those of their teacher heads."""
-    compared_heads: list[int] = []
-
-    def compared(self: DistillTrainer) -> Any:
-        maps = [map_model(self.host.backbone(model)).attention for model in (self.student, self.teacher)]
-        assert self.features is not None and self.features.teacher_numbers == [0, 1]
-        for (student_layer, teacher_layer), kept in zip(zip(*maps, strict=True), self.features.heads, strict=True):
-            assert len(kept) == student_layer.heads
-            for index, head in enumerate(kept):
-                student_rows, teacher_rows = student_layer.rows("q", index), teacher_layer.rows("q", head)
-                assert torch.equal(
-                    student_rows.module.weight[student_rows.start : student_rows.stop],
-                    teacher_rows.module.weight[teacher_rows.start : teacher_rows.stop],
-                )
-                compared_heads.append(head)
-        with torch.no_grad():  # as if it had been trained, so that stages differ
-            for parameter in self.student.parameters():
-                parameter.add_(0.01 * torch.randn(parameter.shape))
-        return {"best_epoch": 0, "log": []}
-
-    monkeypatch.setattr(DistillTrainer, "run", compared)
-    note = distill(athena)
-    assert len(compared_heads) == 6 + 4
-    base = map_model(checkpoint.read(athena.pretrained).encoder).attention
-    last = map_model(checkpoint.read(athena.output).encoder).attention
-    for layer, original in zip(last, base, strict=True):
-        for index, head in enumerate(note["stages"][1]["heads"][layer.label]):  # by the numbers of the unpruned model
-            student_rows, teacher_rows = layer.rows("q", index), original.rows("q", head)
-            far = (
-                student_rows.module.weight[student_rows.start : student_rows.stop]
-                - teacher_rows.module.weight[teacher_rows.start : teacher_rows.stop]
-            )
-            assert float(far.abs().max()) < 0.1
 
 
 def test_stages_follow_the_schedule() -> None:
@@ -498,28 +443,6 @@ def test_interrupted_distillation_ends_the_same(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["student"]
     if before:
         assert json.loads(before)["stages"] == read_note(Path(again.output))["stages"][:1]
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("owner", [DistillTrainer, recursion], ids=["trainer", "recursion"])
-def test_killed_at_any_step_of_any_stage(whole: DistillOptions, tmp_path: Path, owner: Any) -> None:
-    names = (
-        {
-            "training_step": 12,
-            "evaluation_loop": 6,
-            "_save_checkpoint": 6,
-            "_save_rng_state": 6,
-            "_load_best_model": 2,
-            "run": 2,
-        }
-        if owner is DistillTrainer
-        else {"cut_stage": 2, "write_artefact": 2, "write_options": 1}
-    )
-    for name, calls in names.items():
-        for call in range(1, calls + 1):
-            folder = tmp_path / f"{name}{call}"
-            folder.mkdir()
-            test_interrupted_distillation_ends_the_same(whole, folder, owner, name, call)
 
 
 def test_sigkill_within_a_stage(whole: DistillOptions, tmp_path: Path) -> None:
@@ -730,41 +653,6 @@ def still_host(dense: TrainOptions, folder: Path) -> str:
 # ---------------------------------------------------------------- refusals
 
 
-@pytest.mark.parametrize(
-    ("kind", "changes", "name"),
-    [
-        ("language", {"pruning": {"unit": "head"}}, "unit=head"),
-        ("language", {"pruning": {"steps": 1, "part": "layers"}}, "pruning: part"),
-        ("language", {"method": "confidense"}, "confidense"),
-        ("language", {"trainer": {"lr": 1}}, "trainer: lr"),
-        ("language", {"trainer": {"max_steps": 1}}, "trainer: max_steps"),
-        ("language", {"teacher": "nowhere"}, "nowhere"),
-        ("language", {"test": "fold9"}, "fold9"),
-        ("language", {"answer": "x"}, "answer"),
-        ("language", {"chat": True}, "chat"),
-        ("language", {"distill_weight": 0.0, "teacher": "first"}, "teacher"),
-        ("language", {"validation": 0.0, "best_by": "none"}, "best_by"),
-        ("athena", {"prompts": "prompts.jsonl"}, "prompts"),
-        ("athena", {"max_gen_toks": 3}, "max_gen_toks"),
-    ],
-)
-def test_mistakes_are_one_line_before_any_weights_are_read(
-    kind: str,
-    changes: dict[str, Any],
-    name: str,
-    request: pytest.FixtureRequest,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    options = request.getfixturevalue(kind)
-    shutil.copytree(options.pretrained, tmp_path / "model", ignore=lambda *_: {"chat_template.jinja"})
-    monkeypatch.setattr(language_host, "load_pretrained", lambda *_: pytest.fail("weights were read"))
-    monkeypatch.setattr(checkpoint, "read", lambda *_: pytest.fail("weights were read"))
-    with pytest.raises(InputError, match=re.escape(name)) as raised:
-        distill(replace(options, pretrained=str(tmp_path / "model"), **changes))
-    assert "\n" not in str(raised.value)
-
-
 def test_the_defaults_of_a_language_model_run(language: DistillOptions, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a model and an output alone: three stages on the folds of ASDiv-A."""
     monkeypatch.setenv("LMEVAL_PRUNE_DATA", str(language.data_dir))
@@ -812,49 +700,6 @@ def test_questions_of_ancestors_and_teachers_are_refused_as_test(
     trained_on = read_note(second)["material"]["trained_on"]
     assert len(trained_on) == 12
     assert (read_manifest(second) or {})["trained_on"] == trained_on
-
-
-def test_training_questions_of_athena_are_refused_as_test(
-    athena: DistillOptions, dense: TrainOptions, tmp_path: Path
-) -> None:
-    """For a host of fold 1 that was distilled on fold 2, and for its teacher."""
-    fold1 = {question_key(row) for row in load("asdiv_a", "fold1", dense.data_dir)}
-
-    def host(name: str, train: str, trained_on: set[str]) -> str:
-        model = checkpoint.read(dense.output)
-        options = {**model.about["options"], "train": [train]}
-        model.about = {**model.about, "options": options, "trained_on": sorted(trained_on), "validated_on": []}
-        checkpoint.write(model, tmp_path / name)
-        return str(tmp_path / name)
-
-    short = replace(athena, stages=1, epochs=1, validation=0.0, ratio=0.25)
-    first = replace(short, pretrained=host("of1", "fold2", fold1))
-    distill(first)
-    described = checkpoint.describe(first.output)
-    assert fold1 < set(described["trained_on"]) and len(described["trained_on"]) == 12
-    assert described["trained_on"] == read_note(first.output)["material"]["trained_on"]
-    second = replace(short, output=str(tmp_path / "second"))
-    with pytest.raises(InputError, match="was trained on 6 of the 6 questions of the test split fold1"):
-        distill(replace(second, pretrained=first.output, test="fold1"))
-    with pytest.raises(InputError, match="student was trained on 6 of the 6 questions of the test split fold2"):
-        other = host("of4", "fold4", set())
-        distill(replace(second, pretrained=other, teacher=first.output, test="fold2", terms=("response",)))
-
-
-def test_question_in_both_splits_is_a_training_question(
-    athena: DistillOptions, dense: TrainOptions, tmp_path: Path
-) -> None:
-    model = checkpoint.read(dense.output)
-    questions = TrainingQuestions(frozenset("ab"), frozenset("bc"))
-    model.about |= questions.to_artefact()
-    checkpoint.write(model, tmp_path / "host")
-    host = make_host(replace(athena, pretrained=str(tmp_path / "host")))
-    assert host.all_questions(questions, [], "fold0").to_artefact() == {
-        "trained_on": ["a", "b", "c"],
-        "validated_on": ["c"],
-    }
-    with pytest.raises(InputError, match="was trained on 1 of the 1 validation problems"):
-        host.all_questions(TrainingQuestions(frozenset("c"), frozenset("a")), [], "fold0")
 
 
 def test_training_questions_are_refused_as_validation(
@@ -935,22 +780,6 @@ def test_trainer_arguments_of_transformers(
     assert result[2] != result[0]
 
 
-def test_models_without_attention_maps_are_refused(language: DistillOptions, monkeypatch: pytest.MonkeyPatch) -> None:
-    from transformers import LlamaForCausalLM
-
-    original = LlamaForCausalLM.forward
-
-    def without(self: Any, *args: Any, **named: Any) -> Any:
-        result = original(self, *args, **named)
-        result.attentions = None
-        return result
-
-    monkeypatch.setattr(LlamaForCausalLM, "forward", without)
-    with pytest.raises(InputError, match="the feature term needs attention maps"):
-        distill(language)
-    distill(replace(language, terms=("response",), output=f"{language.output}2"))
-
-
 def test_existing_files_at_the_output_are_kept(athena: DistillOptions, dense: TrainOptions) -> None:
     Path(athena.output).mkdir()
     (Path(athena.output) / "notes.txt").write_text("mine")
@@ -975,35 +804,6 @@ def test_the_command(athena: DistillOptions, tmp_path: Path, capsys: pytest.Capt
     less = ["--method", "magnitude", "--options", "{}", "--ratio", "0.4", "--output", str(tmp_path / "less")]
     assert main(["distill", "--config", str(recipe), *less]) == 0
     assert "25.0% of the heads: less than --ratio 0.4, because only whole units" in capsys.readouterr().out
-
-
-def test_the_command_names_removed_layers(language: DistillOptions, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of each stage, as in the unpruned model; nothing is drawn of no training."""
-    shared = {name: getattr(language, name) for name in ("pretrained", "data_dir", "task", "test", "limit", "answer")}
-    options = {**shared, "output": language.output, "pruning": "parts=blocks,budget=parameters"}
-    options |= {"method": "random", "ratio": 0.5, "stages": 2}
-    assert main(["distill", *(f"--{name}={value}" for name, value in {**options, "epochs": 0}.items())]) == 0
-    stdout, manifest = capsys.readouterr().out, read_manifest(language.output)
-    assert manifest is not None
-    for stage, names in zip(
-        read_note(Path(language.output))["stages"], removed_blocks(manifest["stages"]), strict=True
-    ):
-        assert stage["removed_blocks"] == names and names
-        assert f"blocks ({compact_names(names)}) removed" in stdout
-    assert re.search(r"mean KLD [^\n]* on \d+ tokens of \d+ texts", stdout)
-    assert not list(Path(language.output).glob("distillation.[ps]*"))
-
-
-def test_a_full_disk_is_one_line(athena: DistillOptions, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: Any, **__: Any) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device", "model.safetensors")
-
-    short = replace(athena, stages=1, epochs=1, ratio=0.25)
-    with monkeypatch.context() as patch:
-        patch.setattr(DistillTrainer, "train", full)
-        with pytest.raises(InputError, match=r"model\.safetensors cannot be written: no space left"):
-            distill(short)
-    assert len(distill(short)["stages"]) == 1
 
 
 @pytest.mark.long

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,12 +19,7 @@ from lmeval_prune.pruners.schedule import stages
 from lmeval_prune.training.trainer import ResumableTrainer
 from tests.tiny_models import tiny
 
-INTEL = "vendor_id : GenuineIntel\nflags : fpu avx2 avx512f amx_tile\n"
-MILAN = "vendor_id : AuthenticAMD\nflags : fpu avx avx2\n"
 HEAD = 64  # the vocabulary of tiny models is not smaller
-GENOA = "vendor_id : AuthenticAMD\nflags : fpu avx2 avx512f avx512_bf16\n"
-
-
 BACKENDS: Any = torch.backends
 MATMUL = (BACKENDS.mkldnn.matmul, BACKENDS.cuda.matmul)
 
@@ -48,13 +42,6 @@ def set_default_precision() -> None:
 def medium_is_fast(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine where `medium` is also exact."""
     monkeypatch.setattr(precision, "fast_precision", lambda: "medium")
-
-
-@pytest.mark.parametrize(("facts", "expected"), [(INTEL, False), (MILAN, False), (GENOA, True), (None, False)])
-def test_the_processor_is_recognised(facts: str | None, expected: bool, tmp_path: Path) -> None:
-    if facts is not None:
-        (tmp_path / "cpuinfo").write_text(facts)
-    assert precision._is_amd_with_avx512(tmp_path / "cpuinfo") == expected
 
 
 @pytest.mark.parametrize("bits", [7, 10, 16, 23])  # of mantissas: bfloat16, TF32, between, float32
@@ -93,30 +80,6 @@ def test_the_setting_follows_from_the_rows_and_is_put_back(before: str, medium_i
         assert torch.get_float32_matmul_precision() == ("highest" if before == "high" else before)
 
 
-def test_a_setting_of_backends_is_left_alone(medium_is_fast: None) -> None:
-    BACKENDS.fp32_precision = "tf32"
-    with fast_products():
-        assert [backend.fp32_precision for backend in MATMUL] == ["tf32"] * 2
-    with exact_products():
-        assert [backend.fp32_precision for backend in MATMUL] == ["ieee"] * 2
-    assert [backend.fp32_precision for backend in MATMUL] == ["tf32"] * 2
-
-
-@pytest.mark.parametrize("block", [fast_products, exact_products])
-@pytest.mark.parametrize("before", [None, "highest", "high", "medium"])
-def test_backends_follow_after_a_block_what_they_followed_before(
-    before: str | None, block: Any, medium_is_fast: None
-) -> None:
-    if before:
-        torch.set_float32_matmul_precision(before)
-    own = [backend.fp32_precision for backend in MATMUL]
-    with block():
-        pass
-    assert [backend.fp32_precision for backend in MATMUL] == own
-    BACKENDS.fp32_precision = "tf32"
-    assert [backend.fp32_precision for backend in MATMUL] == (own if before else ["tf32"] * 2)
-
-
 @pytest.mark.parametrize(
     ("before", "block", "inside"), [("highest", fast_products, "medium"), ("high", exact_products, "highest")]
 )
@@ -130,17 +93,6 @@ def test_blocks_of_threads_may_overlap(before: str, block: Any, inside: str, med
     assert torch.get_float32_matmul_precision() == inside
     second.__exit__(None, None, None)
     assert torch.get_float32_matmul_precision() == before
-
-
-def test_overlapping_blocks_of_backends(medium_is_fast: None) -> None:
-    BACKENDS.fp32_precision = "tf32"
-    first, second = exact_products(), exact_products()
-    first.__enter__()
-    second.__enter__()
-    first.__exit__(None, None, None)
-    assert [backend.fp32_precision for backend in MATMUL] == ["ieee"] * 2
-    second.__exit__(None, None, None)
-    assert [backend.fp32_precision for backend in MATMUL] == ["tf32"] * 2
 
 
 def test_nothing_changes_on_other_machines(monkeypatch: pytest.MonkeyPatch) -> None:

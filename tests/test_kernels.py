@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -33,7 +32,6 @@ from tests.covers import crossed
 from tests.tiny_models import tiny
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-TYPES = [torch.float32, torch.float16, torch.bfloat16]
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}  # of the relative RMS error
 
 
@@ -80,63 +78,6 @@ def doubles(*tensors: torch.Tensor) -> list[torch.Tensor]:
 
 
 # ---------------------------------------------------------------------- decode attention
-
-LENGTHS = [[37, 1, 0], [5, 64, 33]]
-
-
-def stored(heads: int, capacity: int, width: int, width_v: int, lengths: torch.Tensor, dtype: torch.dtype) -> Any:
-    """Keys and values with NaN behind each row's length, and places with gaps but in the first row."""
-    rows = len(lengths)
-    keys, values = (
-        random(rows, heads, capacity, width, dtype=dtype),
-        random(rows, heads, capacity, width_v, dtype=dtype),
-    )
-    behind = (torch.arange(capacity, device=DEVICE) >= lengths[:, None])[:, None, :, None]
-    places = (random(rows, capacity).abs() * 3).long().add(1).cumsum(1)
-    places[0] = torch.arange(capacity, device=DEVICE)  # nothing was skipped
-    return keys.masked_fill(behind, torch.nan), values.masked_fill(behind, torch.nan), places
-
-
-SHAPES = [(4, 2, 16, 16), (3, 3, 20, 12), (10, 2, 40, 64)]
-
-
-@pytest.mark.parametrize(
-    ("heads", "kv_heads", "width", "width_v", "dtype"),
-    [
-        pytest.param(*shape, dtype, marks=[] if i == j else pytest.mark.long)
-        for i, shape in enumerate(SHAPES)
-        for j, dtype in enumerate(TYPES)
-    ],
-)
-def test_decode_is_its_twin(heads: int, kv_heads: int, width: int, width_v: int, dtype: torch.dtype) -> None:
-    for some, splits in product(LENGTHS, (1, 4)):
-        lengths = torch.tensor(some, device=DEVICE, dtype=torch.int32)
-        skipped = torch.tensor([False, False, False], device=DEVICE)
-        query = random(3, heads, width, dtype=dtype)
-        keys, values, _ = stored(kv_heads, 64, width, width_v, lengths, dtype)
-        with only("triton", "decode attention"):
-            actual = attention.decode(query, keys, values, lengths, 0.3, skipped=skipped, splits=splits)
-        expected = naive_attention.decode(*doubles(query, keys, values), lengths, 0.3, skipped=skipped)
-        is_close(actual, expected)
-        assert not actual[lengths == 0].any()
-
-
-@pytest.mark.parametrize("splits", [1, 2])
-@pytest.mark.parametrize(("window", "softcap"), [(9, None), (200, None), (None, 2.0), (30, 5.0)])
-def test_decode_with_a_window_a_softcap_and_skipped_rows(
-    window: int | None, softcap: float | None, splits: int
-) -> None:
-    lengths = torch.tensor([50, 7, 33, 0], device=DEVICE)
-    skipped = torch.tensor([False, False, True, True], device=DEVICE)
-    query = random(4, 6, 24)
-    keys, values, positions = stored(2, 50, 24, 24, lengths, torch.float32)
-    keys[2:], values[2:] = torch.nan, torch.nan  # of a skipped row nothing is read
-    options: dict[str, Any] = {"skipped": skipped, "window": window, "positions": positions, "softcap": softcap}
-    with only("triton", "decode attention"):
-        actual = attention.decode(query, keys, values, lengths, 0.2, **options, splits=splits)
-    expected = naive_attention.decode(*doubles(query, keys, values), lengths, 0.2, **options)
-    is_close(actual, expected)
-    assert not actual[2:].any()
 
 
 @pytest.mark.parametrize(("window", "keep"), [(None, False), (4, False), (4, True), (None, True)])
@@ -428,50 +369,6 @@ def test_tokens_that_stay_are_stored_in_the_same_launch(keep_skipped: bool) -> N
 # ---------------------------------------------------------------------- which way is taken
 
 
-def test_what_a_kernel_cannot_do_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
-    dispatch._warn_once.cache_clear()
-    lengths = torch.tensor([3], device=DEVICE)
-    cases: dict[str, tuple[int, torch.dtype, bool]] = {
-        "not float64": (8, torch.float64, False),
-        "300 wide": (300, torch.float32, False),
-        "no gradients": (8, torch.float32, True),
-    }
-    for words, (width, dtype, needs_gradient) in cases.items():
-        query, keys = random(1, 2, width, dtype=dtype), random(1, 1, 3, width, dtype=dtype)
-        query.requires_grad_(needs_gradient)
-        with caplog.at_level(logging.WARNING), only("torch", "decode attention"):
-            for _ in range(2):
-                attention.decode(query, keys, keys, lengths, 1.0)
-        assert sum(words in message for message in caplog.messages) == 1
-
-
-def test_a_cpu_takes_the_twin_and_says_nothing(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(dispatch, "KERNELS_ON_CPU", False)
-    dispatch.DISPATCHED.clear()
-    key, value, valid = (tensor.cpu() for tensor in text())
-    memory = Memory.fresh(len(key), key, value)
-    steps = [
-        ops.decide(key[:, :, t : t + 1], value[:, :, t : t + 1], valid[:, t : t + 1], memory, RULES["kv"])
-        for t in range(key.shape[2])
-    ]
-    assert torch.cat(steps, 1).tolist() == literal(key, value, valid, RULES["kv"], False).tolist()
-    assert not dispatch.DISPATCHED and not caplog.messages
-
-
-def test_a_fallback_is_counted_once() -> None:
-    key, value = (random(2, 1, 1, 300, dtype=torch.float64) for _ in range(2))
-    store = (*(torch.zeros(2, 1, 4, 300, device=DEVICE, dtype=torch.float64) for _ in range(2)),)
-    numbers = (torch.zeros(2, 4, dtype=torch.long, device=DEVICE), *torch.zeros(2, 2, dtype=torch.long, device=DEVICE))
-    valid = torch.ones(2, 1, dtype=torch.bool, device=DEVICE)
-    dispatch.DISPATCHED.clear()
-    ops.decide_and_store(
-        key, value, valid, fresh(key, value), RULES["kv"], store=(*store, *numbers), position=0, keep_skipped=False
-    )
-    assert dispatch.DISPATCHED == {"decide and store: torch": 1, "decide: torch": 1}
-
-
 def test_empty_batches() -> None:
     keys, none = random(0, 2, 4, 8), torch.zeros(0, dtype=torch.long, device=DEVICE)
     assert attention.decode(random(0, 4, 8), keys, keys, none, 1.0).shape == (0, 4, 8)
@@ -493,16 +390,6 @@ def test_every_gradient_is_kept(name: str, monkeypatch: pytest.MonkeyPatch) -> N
         gradients.append(leaf.grad)
     assert gradients[0] is not None and gradients[0].any()
     torch.testing.assert_close(*gradients, rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("other", ["query", "keys", "values"])
-def test_several_types_run_in_pytorch(other: str) -> None:
-    step = random_step(0, dtype=torch.float32)
-    step[other] = step[other].bfloat16()
-    with only("torch", "decode attention"):
-        actual = attention.decode(**step)
-    assert actual.dtype == step["query"].dtype
-    is_close(actual, naive_attention.decode(**as_doubles(step)))
 
 
 @pytest.mark.parametrize("splits", [1, 4])
@@ -621,39 +508,6 @@ def test_a_filter_on_the_device_is_the_one_on_the_cpu(family: str, options: dict
         # gemma2 is eager here, whose weights are in single precision
         tolerance = 1e-5 if family == "gemma2" else 1e-9
         torch.testing.assert_close(actual[real], expected[real], rtol=0, atol=tolerance)
-
-
-@pytest.mark.parametrize("state", ["request", "run"])
-def test_trials_on_the_device_are_not_counted(state: str) -> None:
-    model, mask = tiny("llama").to(DEVICE).eval(), torch.ones(2, 12, dtype=torch.long, device=DEVICE)
-    ids = torch.randint(5, 60, mask.shape, generator=torch.Generator().manual_seed(3)).to(DEVICE)
-    filtered = TokenFilter(0.4, focus="uniform", warmup=3, step_size=0.05, state=state)
-
-    def run(trial: bool) -> tuple[torch.Tensor, Any]:
-        with torch.no_grad(), filtered.applied_to(model) as model_map:
-            model(ids, use_cache=False)
-            (live,) = interventions_on(model)
-            if trial:
-                with live.preserve_state():
-                    model(ids.flip(1), use_cache=False)
-            return model(ids, use_cache=False).logits, live.report(model_map)["token_filter_skipped"]
-
-    (expected, counted), (actual, tried) = run(False), run(True)
-    assert tried == counted and counted["tokens"] == 48
-    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-9)
-
-
-def test_a_filter_on_the_device_in_single_precision() -> None:
-    """Single tokens by kernels alone."""
-    model = tiny("llama").float().to(DEVICE).eval()
-    filtered = TokenFilter(0.4, focus="uniform", warmup=3, step_size=0.05)
-    mask = padded(10)
-    expected, _, lengths = logits(model, filtered, [8, 1, 1], mask, on_device=False)
-    dispatch.DISPATCHED.clear()
-    actual, _, stored_lengths = logits(model, filtered, [8, 1, 1], mask, on_device=True)
-    assert set(dispatch.DISPATCHED) == {"decide and store: triton", "decode attention: triton"}
-    assert stored_lengths == lengths
-    torch.testing.assert_close(actual[mask.bool()], expected[mask.bool()], rtol=0, atol=1e-4)
 
 
 def test_rows_of_a_cache_are_reordered() -> None:

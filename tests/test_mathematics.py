@@ -1,7 +1,6 @@
 """Mathematical equivalence, expressions, complexity, and metrics of several attempts."""
 
 import itertools
-import random
 from fractions import Fraction
 from pathlib import Path
 
@@ -9,14 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmeval_prune import InputError
 from lmeval_prune.scoring import complexity, evaluate, has_operator, is_division, mathematics, numbers_equal, readings
 from lmeval_prune.scoring.mathematics import same_mathematics, verdicts
 from lmeval_prune.scoring.passes import attempts, majority, pass_ordered, pass_unbiased
 from lmeval_prune.scoring.prose import equals_number
 from lmeval_prune.scoring.verifier import Verifier
 from lmeval_prune.tasks import data, results
-from tests import test_scoring
 
 EQUAL = [
     (r"\frac{1}{2}", r"0.5"), (r"\frac{\sqrt{2}}{2}", r"\frac{1}{\sqrt{2}}"), (r"2\sqrt{2}", r"\sqrt{8}"),
@@ -60,41 +57,7 @@ def test_different(gold: str, answer: str) -> None:
     assert verdicts([(answer, gold)]) == ["different"]
 
 
-def test_the_handwritten_pairs_are_more_than_two_hundred_different_ones() -> None:
-    pairs = [*test_scoring.EQUAL, *test_scoring.NOT_EQUAL, *test_scoring.MALFORMED, *EQUAL, *DIFFERENT]
-    print(f"{len(set(pairs))} handwritten pairs")
-    assert len(set(pairs)) >= 200
-
-
-LAST_NUMBER = "Thus we have %s"  # carries no LaTeX and no yes or no
-FORMS = ["So \\boxed{%s}.", "so\n#### %s", "The answer is %s.", "**Final Answer**: %s\nThat was all."]
-MATHEMATICS_FORMS = [
-    *FORMS,
-    "Final Answer: The final answer is $%s$. I hope it is correct.",
-    "The answer is $%s$, so 7.",
-]
-
-
 THINNED = pytest.mark.parametrize("step", [10, pytest.param(1, marks=pytest.mark.long)])  # of the rows
-
-
-@THINNED
-@pytest.mark.parametrize("name", ["gsm8k", "math500", "asdiv", "asdiv_a", "math23k"])
-def test_gold_answers_and_solutions_score_one(name: str, step: int, shared_data: Path) -> None:
-    """Gold answers in each accepted form; MATH solutions hold theirs in a box."""
-    split = next(s for s in ("all", "test") if s in data.DATA[name].splits)
-    score = {"math500": results.mathematics, "asdiv": results.text_or_number}.get(name, results.number)
-    forms = MATHEMATICS_FORMS if name == "math500" else [*FORMS, "答案是%s。", LAST_NUMBER]
-    exceptions: set[str] = set()
-    for row in data.load(name, split, shared_data).to_list()[::step]:
-        responses = [form.replace("%s", row["target"]) for form in forms]
-        responses += [row["solution"]] if name == "math500" else []
-        exceptions |= {text for text in responses if score(row, [text])["exact_match"] != 1}
-    print(f"{name}: {len(exceptions)} exceptions: {exceptions}")
-    # as the last words, neither a lone word nor several numbers count: they may be said of anything
-    assert all(text.startswith(LAST_NUMBER[:-2]) and not readings(text[len(LAST_NUMBER) - 2 :]) for text in exceptions)
-    assert not exceptions or name == "asdiv"
-    assert not any(text[len(LAST_NUMBER) - 2 :].replace(":", "").isdigit() for text in exceptions)
 
 
 @pytest.mark.parametrize(
@@ -110,36 +73,6 @@ def test_each_gold_answer_alone_scores_bare_and_boxed(name: str, splits: str, sh
     assert [text for text, gold in texts.items() if score({"target": gold}, [text])["exact_match"] != 1] == []
 
 
-NUMBER_FORMS = [
-    "#### Solution\nWe add 9 and 9.\n\nThe answer is %s.", "#### Step 2: Find the money\n9*2 = 18\n\nThe answer is %s.", "#### **%s**",
-    "#### Answer: %s", "#### %s (per day)", "#### Final Answer\n\nThe answer is %s.", "#### %s\n\nThat is all, in 2 lines.",
-    "The answer is therefore %s.", "The answer is equal to %s", "Answer: The total cost is $%s.",
-    "The answer is that she sold %s clips altogether.", "The final answer is: She makes $%s per day.",
-    r"The answer is \textbf{%s}.", r"The answer is $\mathbf{%s}$", r"\boxed{\text{%s dollars}}", r"\boxed{\textbf{%s}}",
-    r"\boxed{%s\,\text{cm}^2}", r"\boxed{%s \text{ m}^3}", r"\boxed{%s^\circ}", r"\boxed{10+8=%s}", r"\boxed{\text{Total} = %s}",
-    r"\boxed{= %s}", r"\boxed{\approx %s}", "\\boxed{%s（个）}", r"\boxed{%s (eggs)}", "\\boxed{答：%s元}", "\\boxed{%s€}",
-    r"\boxed{9 \times 2 = %s}", "**Final Answer:**\n%s\n\nExplanation: 20 - 2 leaves her enough for 5 days.",
-    "It covers %s cm^2.", "面积是%s cm^2", "The volume is %s m3.", "The final answer is:\n\\[\n%s\n\\]", "**Final Answer**\n\n$%s$",
-    "答：一共%s元。",
-]  # fmt: skip
-DISPLAYS = [
-    "#### Solution\nWe see.\n\nThe answer is $%s$.", "#### Final Answer\n\nThe answer is $%s$.", "#### **$%s$**", "#### Answer: %s",
-    "The final answer is:\n\\[\n%s\n\\]", "The final answer is:\n$$\n%s\n$$", "The final answer is:\n\\[%s\\]\nThat is all.",
-    "**Final Answer**\n\n$%s$\n\nThis is 3.", "**Final Answer:**\n\n\\[ %s \\]", "Answer: %s", "The answer is therefore $%s$.",
-]  # fmt: skip
-
-
-@THINNED
-@pytest.mark.parametrize(("name", "forms"), [("gsm8k", NUMBER_FORMS), ("math500", DISPLAYS)])
-def test_gold_answers_in_the_forms_that_models_use(name: str, forms: list[str], step: int, shared_data: Path) -> None:
-    score = results.number if name == "gsm8k" else results.mathematics
-    rows = data.load(name, "test", shared_data).to_list()[::step]
-    texts = [(form, row, form.replace("%s", row["target"])) for row in rows for form in forms]
-    missed = [(form, row["target"]) for form, row, text in texts if score(row, [text])["exact_match"] != 1]
-    print(f"{name}: {len(missed)} exceptions in {len(texts)} texts: {missed[:20]}")
-    assert not missed
-
-
 @THINNED
 @pytest.mark.parametrize("prefix", ["", "Answer: ", "**Answer:** ", "Answer:\n", "#### Solution\n"])
 def test_whole_solutions_are_not_taken_for_their_first_sentence(prefix: str, step: int, shared_data: Path) -> None:
@@ -148,99 +81,6 @@ def test_whole_solutions_are_not_taken_for_their_first_sentence(prefix: str, ste
     right = sum(results.number(row, [text])["exact_match"] for row, text in zip(rows, texts, strict=True))
     print(f"{prefix!r}: {right / len(rows):.4f}")
     assert right >= len(rows) * 1298 / 1319  # the others do not end with their answer
-
-
-@pytest.mark.parametrize(
-    ("answer", "gold"),
-    [
-        (r"5\text{ and a half}", "5"), (r"\text{negative } 5", "5"), (r"\text{between 3 and } 5", "5"), (r"5 \text{ factorial}", "5"),
-        (r"4 \text{ feet } 3 \text{ inches}", "4"), (r"5 \mod 7", "5"), (r"5 \pmod 7", "5"), (r"12 pi", "12"), ("5 less", "5"),
-    ],
-)  # fmt: skip
-def test_words_that_change_a_number(answer: str, gold: str) -> None:
-    assert verdicts([(answer, gold)]) == ["different"]
-    assert results.number({"target": gold}, [rf"\boxed{{{answer}}}"])["exact_match"] == 0
-
-
-@pytest.mark.parametrize(
-    "response",
-    [
-        r"\boxed{18²}", r"\boxed{18½}", r"\boxed{>18}", r"\boxed{\text{not }18}", r"\boxed{\text{half of }18}", r"\boxed{18 \text{ to } 20}",
-        r"\boxed{18--20}", r"\boxed{18~20}", r"\boxed{18 \text{ multiplied by } 2}", "The answer is not 18.", "The answer is 18 times 2.",
-        r"\boxed{x = 3 \text{ or } x = 18}", "The answer is 18 and a half.", "The answer is 18 squared.", "The answer is less than 18.",
-        "The answer is 18 or 20.", "The answer is 18 dollars and 20 cents.", "The answer is 18 divided by 2.",
-    ],
-)  # fmt: skip
-def test_what_is_not_the_number_alone(response: str) -> None:
-    assert results.number({"target": "18"}, [response])["exact_match"] == 0
-
-
-@pytest.mark.parametrize(
-    "response",
-    [
-        "The answer is 18!", "The answer is 18 and we are done.", "The answer is 18 times as many.", "#### 18!", "The answer is $18 or so.",
-        "The answer is that he needs at least 18 eggs.", "The answer is 18 more than before.", r"\boxed{18\text{ cm²}}",
-        "The answer is 18 and the change is 7.", "Answer: <answer>18</answer>", "The final answer is: <b>18</b>", "Answer:\n> **18**",
-        "The answer is => 18", "Answer: -> 18", "The answer is 18 12-ounce cans.", r"\boxed{18 \text{ 2-liter bottles}}",
-        "The answer is 18! She makes $18 a day.", "The answer is 18 to 2 significant figures.", "The answer is 18 divided among 3 people.",
-        "The answer is no more than 18.", "The answer is not less than 18.", r"\boxed{A = 18, B = 18}", r"\boxed{\text{for } n = 3, f = 18}",
-        "The answer is 18 times.", "#### 18 times", r"\boxed{18 \text{ times}}", "The answer is 18 times a week.", "The answer is 18 $5 bills.",
-    ],
-)  # fmt: skip
-def test_what_is_the_number_in_other_words(response: str) -> None:
-    assert results.number({"target": "18"}, [response])["strict_match"] == 1
-
-
-UNMARKED = [
-    "We conclude that\n\\[\nx = %s\n\\]", "We conclude that\n$$\n%s\n$$", "So \\(\n%s\n\\) it is.", "Hence the value is $%s$ for every $n$.",
-    "So $%s$ is the least value of $n$.", "\\begin{align*}\nx &= 1 + 2 \\\\\n&= %s\n\\end{align*}", "Then $$\\begin{aligned}x &= %s\\end{aligned}$$",
-    "\\[\n\\begin{aligned}\ny &= 5 \\\\ x &= %s.\n\\end{aligned}\n\\]", "So $%s = n$.", "Therefore the value is $%s$.", "It is $%s$\n\n**Done**",
-    "This holds with $k = 3$ and so we have $%s$ for $n > 5$.",
-]  # fmt: skip
-UNMARKED_NUMBERS = [
-    "The result is **%s**.", "**Result:** %s", "**%s ways**", "__%s__", "p = **%s**", "So it equals %s!", "It is %s\n\n**Done**", "It is %s\n\n* note",
-    "The total is %s, since $k$ is fixed.", "The sum is 1+2+15, or %s.", "so we get \\boxed{%s",
-]  # fmt: skip
-
-
-@THINNED
-def test_unmarked_gold_answers_of_math500_in_the_forms_that_models_use(step: int, shared_data: Path) -> None:
-    rows = data.load("math500", "test", shared_data).to_list()[::step]
-    texts = [
-        (form, row)
-        for row in rows
-        for form in UNMARKED
-        if "=" not in form or not set("=∈!") & set(row["target"].replace("\\in ", "∈"))
-    ]
-    texts += [(form, row) for row in rows if row["target"].isdigit() for form in UNMARKED_NUMBERS]
-    pairs = [(form % row["target"], row) for form, row in texts]
-    results.Verdicts().apply([text for text, _ in pairs], [row for _, row in pairs])
-    missed = [(text, row["target"]) for text, row in pairs if results.mathematics(row, [text])["exact_match"] != 1]
-    print(f"{len(missed)} of {len(pairs)} unmarked answers are not found: {missed[:20]}")
-    assert not missed
-
-
-@pytest.mark.parametrize(
-    ("response", "right", "wrong"),
-    [
-        (r"Therefore the value is $3\sqrt{13}$.", r"3\sqrt{13}", "13"), (r"So we get $6-5i$.", "6-5i", "-5"),
-        (r"so $x = 3\sqrt{2}$", r"3\sqrt{2}", "2"), (r"It is $12\pi$ in all.", r"12\pi", "12"), (r"This is \(x^{10}\).", "x^{10}", "10"),
-        (r"Hence $x\in[0,5]$.", "[0,5]", "5"), ("\\[\\frac{3}{4}\\]", r"\frac34", "4"), (r"Then $1 + 2 = 3$.", "3", "2"),
-        ("The total is 12", "12", "13"), ("We see x = 7.", "7", "8"),
-    ],
-)  # fmt: skip
-def test_unmarked_mathematics_is_taken_whole(response: str, right: str, wrong: str) -> None:
-    doc = {"level": 1}
-    assert results.mathematics(doc | {"target": right}, [response])["exact_match"] == 1
-    assert results.mathematics(doc | {"target": right}, [response])["strict_match"] == 0
-    assert results.mathematics(doc | {"target": wrong}, [response])["exact_match"] == 0
-
-
-@pytest.mark.parametrize(
-    "response", ["so x = 3 or x = 5", "It is 3 sqrt 5", "we have 2 x 5", "between 3 and 5", "about 1/2 of x^5"]
-)
-def test_unmarked_numbers_that_are_part_of_something_are_none_in_mathematics(response: str) -> None:
-    assert results.mathematics({"target": "5", "level": 1}, [response])["exact_match"] == 0
 
 
 def test_the_unmarked_gold_formulas_of_math500_are_never_torn_apart(shared_data: Path) -> None:
@@ -254,34 +94,12 @@ def test_the_unmarked_gold_formulas_of_math500_are_never_torn_apart(shared_data:
     assert len(rows) == 99 and not missed and all(score["how"] == "end" for score in scores)
 
 
-def test_a_base_on_the_answer_alone() -> None:
-    assert verdicts([("11_{2}", "11")]) == ["different"] and verdicts([("11_2", "3")]) == ["different"]
-    assert same_mathematics("255_{10}", "255") and same_mathematics("52_{8}", "52_8")
-
-
-@pytest.mark.parametrize(
-    "response", ["速度和是150米．1800米是总路程", "所以一共．1800米", "一共1800．", "是１８００．０"]
-)
-def test_a_chinese_full_stop_is_a_decimal_point_only_between_digits(response: str) -> None:
-    assert results.number({"target": "1800"}, [response])["exact_match"] == 1
-
-
 def test_a_neighbours_answer_scores_zero_unless_it_is_equal(shared_data: Path) -> None:
     rows = data.load("math500", "test", shared_data).to_list()
     pairs = [(row["target"], other["target"]) for row, other in itertools.pairwise(rows)]
     equal = [(gold, answer) for gold, answer in pairs if same_mathematics(answer, gold)]
     print(f"math500: equal neighbours {equal}")
     assert all(gold.removeprefix("x=") == answer.removeprefix("x=") for gold, answer in equal)
-
-
-def test_phrases_of_mathematics_and_of_numbers() -> None:
-    for response, gold in (
-        (r"The answer is $\sqrt{2}$.", r"\sqrt{2}"),
-        (r"The final answer is $\frac{\sqrt{2}}{2}$. I hope it is correct.", r"\frac{1}{\sqrt{2}}"),
-    ):
-        assert results.mathematics({"target": gold, "level": 1}, [response])["strict_match"] == 1
-    for response, gold in ((r"The answer is $\sqrt{2}$.", "2"), (r"So the answer is $3\sqrt{5}$.", "5")):
-        assert results.number({"target": gold}, [response])["exact_match"] == 0
 
 
 # --------------------------------------------------------------------------- many comparisons
@@ -315,87 +133,6 @@ def test_five_hundred_comparisons_come_to_an_end(step: int, shared_data: Path) -
     pairs = [(f"0+({gold})", gold) for gold in golds] + [(f"0+({a})", b) for a, b in itertools.pairwise(golds)]
     hard = sum(mathematics.easy_verdict(*pair) is None for pair in pairs)
     assert hard > 500 / step and not {"timeout", "crash"} & set(verdicts(pairs))
-
-
-def test_missing_math_verify_is_said_before_the_run(monkeypatch: pytest.MonkeyPatch, shared_data: Path) -> None:
-    import importlib.util
-
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(InputError):
-        data.custom_dataset(prune_data="math500", data_dir=str(shared_data))
-
-
-def hostile() -> list[str]:
-    """1,000 texts that have broken scorers: bombs, huge powers, control characters, a megabyte of digits."""
-    rng = random.Random(0)
-    pieces = [
-        "\\frac{",
-        "}",
-        "{",
-        "(",
-        ")",
-        "^",
-        "9",
-        "**",
-        "\\sqrt",
-        "\\boxed{",
-        "\x00",
-        "\x1b",
-        "\ud7ff",
-        "1e999",
-        "!",
-        ",",
-        "/0",
-    ]
-    texts = [
-        "9" * 10**6,
-        "9^" * 200 + "9",
-        "9" + "!" * 50,
-        "9**9**9**9",
-        "(" * 10**6,
-        "\\sqrt{" * 1000 + "2" + "}" * 1000,
-    ]
-    texts += [
-        "\\frac{1}{" * 300 + "x" + "}" * 300,
-        "x^{" * 200,
-        "\\int_0^{10^{10}} x^x dx",
-        "10^{10^{10}}",
-        "2^{2^{2^{2^{2^{2}}}}}",
-    ]
-    texts += [
-        "(x+1)^{100000}",
-        "\\sum_{n=1}^{10^9} \\frac{1}{n}",
-        "1000000!",
-        "\\binom{10^9}{10^8}",
-        "0" * 10**5 + "1",
-        "1/" * 500 + "1",
-    ]
-    texts += ["".join(rng.choice(pieces) for _ in range(rng.randint(1, 60))) for _ in range(1000 - len(texts))]
-    return texts
-
-
-@pytest.mark.long
-def test_a_thousand_hostile_texts_are_scored(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By every scorer, boxed and as a phrase, with a limit of one second a comparison."""
-    verifier = Verifier(workers=2, seconds=1.0)
-    monkeypatch.setattr(mathematics, "shared", lambda: verifier)
-    monkeypatch.setattr(mathematics, "_KNOWN", {})
-    doc = {"target": "42", "level": 1, "question": "Who has 42?"}
-    words, formula = doc | {"target": "The Baker wedding"}, doc | {"target": "x+1"}
-    scorers = [
-        (results.number, doc),
-        (results.equation, doc),
-        (results.text_or_number, doc),
-        (results.text_or_number, words),
-    ]
-    scorers += [(results.mathematics, formula)]
-    texts = [form % text for text in hostile() for form in ("\\boxed{%s}", "The answer is $%s$.")]
-    try:
-        results.Verdicts().apply(texts, [formula] * len(texts))
-        right = [text for text in texts for score, doc in scorers if score(doc, [text])["exact_match"]]
-    finally:
-        verifier.close()
-    assert right == [] and len(texts) == 2000
 
 
 # --------------------------------------------------------------------------- expressions
@@ -458,15 +195,6 @@ def test_expressions_agree_with_python(text: str) -> None:
 )  # fmt: skip
 def test_complexity(expression: str, level: str) -> None:
     assert complexity(expression) == level
-
-
-def test_complexity_of_the_data_sets(shared_data: Path) -> None:
-    from collections import Counter
-
-    counts = {name: Counter(data.load(name, "all", shared_data)["complexity"]) for name in ("math23k", "asdiv_a")}
-    print(counts)
-    assert counts["math23k"] == {"medium": 11491, "low": 10188, "high": 1481}
-    assert counts["asdiv_a"] == {"low": 1099, "medium": 119}
 
 
 @pytest.mark.long

@@ -14,11 +14,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from lmeval_prune import InputError, Plan
+from lmeval_prune import Plan
 from lmeval_prune.cli import main
 from lmeval_prune.decoding import Engine
 from lmeval_prune.models.answer_store import AnswerStore, read_answers
-from lmeval_prune.planning.own_answers import Answerer, OwnText, Question, Sampling, calibration_text, lessons_of
+from lmeval_prune.planning.own_answers import Answerer, OwnText, Question, Sampling
 from lmeval_prune.pruners.calibration import read_calibration
 from lmeval_prune.pruners.options import TextOptions
 from lmeval_prune.tasks.prompts import (
@@ -30,7 +30,6 @@ from lmeval_prune.tasks.prompts import (
     training_documents,
 )
 from tests.kills import killing_after
-from tests.tiny_models import tiny
 
 LENGTH = 12
 
@@ -231,12 +230,6 @@ def test_the_target_of_a_document(target: Any, choices: Any, text: str) -> None:
     assert target_of(task, {}) == text
 
 
-def test_too_few_exemplars_beside_the_question_are_refused(tmp_path: Path) -> None:
-    task, documents = training_documents(task_file(tmp_path / "task", num_fewshot=20))
-    with pytest.raises(InputError, match="has fewer than 20 exemplars beside the question itself; give a smaller num_"):
-        prompt_of(task, documents[0])
-
-
 def test_only_tokens_of_answers_count_if_asked_for(tiny_folder: Path, sums: str, tmp_path: Path, model: Any) -> None:
     tokenizer = AutoTokenizer.from_pretrained(tiny_folder)
     every = own_text(tmp_path / "store", sums, model, tokenizer).of(model)
@@ -256,28 +249,25 @@ def test_only_tokens_of_answers_count_if_asked_for(tiny_folder: Path, sums: str,
 def test_samples_are_drawn_by_the_seed_and_found_again(
     tiny_folder: Path, sums: str, tmp_path: Path, model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def answers(store: str, seed: int, samples: int = 4) -> list[list[Any]]:
-        settings = {"samples": samples, "temperature": 2.0, "max_gen_toks": 8, "seed": seed}
+    def answers(store: str, seed: int) -> list[Any]:
+        settings = {"temperature": 2.0, "max_gen_toks": 8, "seed": seed}
         own, questions = answerer(tiny_folder, tmp_path / store, sums, **settings)
         return own.answers(model, questions[:5])
 
     first, other = answers("a", 1), answers("a", 2)
-    assert [len(several) for several in first] == [4] * 5
-    assert all(len({answer.tokens for answer in several}) > 1 for several in first)
-    assert all(len(answer.tokens) <= 8 for several in first for answer in several)
+    assert len(first) == 5 and all(len(answer.tokens) <= 8 for answer in first)
     assert first != other and answers("b", 1) == first
     monkeypatch.setattr(Engine, "decode", lambda *_: pytest.fail("answers were decoded again"))
     assert answers("a", 1) == first  # all from the store, by the key of any evaluation
-    assert answers("a", 1, samples=2) == [several[:2] for several in first]
 
 
 def test_killed_answers_resume_where_they_were(tiny_folder: Path, sums: str, tmp_path: Path, model: Any) -> None:
     """SIGKILL at several moments; the text in the end is that of an uninterrupted run."""
     tokenizer = AutoTokenizer.from_pretrained(tiny_folder)
-    sampling = {"samples": 2, "sample_temperature": 1.0}
+    sampling = {"sample_temperature": 1.0}
     whole = own_text(tmp_path / "whole", sums, model, tokenizer, **sampling).of(model)
     stored = []
-    for moment in (3, 4):
+    for moment in (3, 2):
         child = os.fork()
         if child == 0:
             AnswerStore.add = killing_after(moment)(AnswerStore.add)  # type: ignore[method-assign]
@@ -286,7 +276,7 @@ def test_killed_answers_resume_where_they_were(tiny_folder: Path, sums: str, tmp
         _, status = os.waitpid(child, 0)
         assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
         stored.append(len({record["key"] for record in read_answers(tmp_path / "killed")}))
-    assert stored == [3, 7]
+    assert stored == [3, 5]
     resumed = own_text(tmp_path / "killed", sums, model, tokenizer, **sampling).of(model)
     assert resumed.record() == whole.record()
 
@@ -296,34 +286,37 @@ def test_answers_that_the_engine_did_not_generate_are_tokenised(
 ) -> None:
     """As `hf` stores them: a text without tokens."""
     own, questions = answerer(tiny_folder, tmp_path / "store", sums)
-    ((answer,),) = own.answers(model, questions[:1])
+    (answer,) = own.answers(model, questions[:1])
     (tmp_path / "store" / "answers.jsonl").unlink()
     store = AnswerStore(tmp_path / "store")
     key = next(iter(_keys(own, model, questions[:1])))
     store.add(key, "It is 7.", {"kind": "generate_until", "task": "sums", "length": 9, "cut_off": False})
     store.close()
-    ((again,),) = own.answers(model, questions[:1])
+    (again,) = own.answers(model, questions[:1])
     assert again.text == "It is 7." and again.prompt == answer.prompt
     assert list(again.tokens) == [*own.tokenizer.encode("It is 7."), own.tokenizer.eos_token_id]
 
 
 def test_a_stop_text_is_replaced_by_the_end_token(tiny_folder: Path, tmp_path: Path, model: Any) -> None:
     """What precedes it stays as generated; a text that ends within a token is tokenised again."""
-    settings = {"samples": 4, "temperature": 1.5, "seed": 3}
-    own, questions = answerer(tiny_folder, tmp_path / "store", task_file(tmp_path / "a"), **settings)
-    end = own.tokenizer.eos_token_id
-    whole = [answer for several in own.answers(model, questions) for answer in several]
-    number, start = next(
-        (number, start)
-        for number, answer in enumerate(whole)
-        for start in range(1, len(answer.text) - 1)
-        if own.tokenizer.encode(answer.text[: start + 2]) == list(answer.tokens[: start + 2])
-        and answer.text.find(answer.text[start : start + 2]) == start
-    )
+    for seed in range(20):
+        settings = {"temperature": 1.5, "seed": seed}
+        own, questions = answerer(tiny_folder, tmp_path / "store", task_file(tmp_path / "a"), **settings)
+        end, whole = own.tokenizer.eos_token_id, own.answers(model, questions)
+        found = [
+            (number, start)
+            for number, answer in enumerate(whole)
+            for start in range(1, len(answer.text) - 1)
+            if own.tokenizer.encode(answer.text[: start + 2]) == list(answer.tokens[: start + 2])
+            and answer.text.find(answer.text[start : start + 2]) == start
+        ]
+        if found:
+            break
+    number, start = found[0]
     stop = whole[number].text[start : start + 2]
     task = task_file(tmp_path / "b", generation_kwargs={"until": [stop], "max_gen_toks": LENGTH, "do_sample": False})
     own, questions = answerer(tiny_folder, tmp_path / "store", task, **settings)
-    answer = [answer for several in own.answers(model, questions) for answer in several][number]
+    answer = own.answers(model, questions)[number]
     assert (answer.text, answer.tokens) == (whole[number].text[:start], (*whole[number].tokens[:start], end))
     pieces = {0: "a", 1: "b?", 2: "?"}
     lm: Any = SimpleNamespace(tok_decode=lambda tokens: "".join(pieces[token] for token in tokens))
@@ -379,7 +372,7 @@ def test_answers_of_a_pruned_model_are_those_of_its_plan(
     dense = own.answers(model, questions[:4])
     with plan.applied_to(model):
         pruned = own.answers(model, questions[:4])
-        for (answer,), (other,) in zip(pruned, dense, strict=True):
+        for answer, other in zip(pruned, dense, strict=True):
             assert list(answer.tokens) == generated(model, answer.prompt)
             assert answer.prompt == other.prompt
     assert pruned != dense
@@ -388,81 +381,4 @@ def test_answers_of_a_pruned_model_are_those_of_its_plan(
 # --------------------------------------------------------------------------- lessons
 
 
-def test_lessons_are_answers_that_the_task_finds_right(tiny_folder: Path, tmp_path: Path, model: Any) -> None:
-    """The targets are the model's own answers to some questions, and wrong for others; equal answers count once."""
-    settings = {"samples": 3, "temperature": 1.5, "max_gen_toks": 3, "seed": 5}
-    own, questions = answerer(tiny_folder, tmp_path / "store", task_file(tmp_path / "a"), **settings)
-    answers = own.answers(model, questions)
-    texts = [[answer.text for answer in several] for several in answers]
-    gold = {n: texts[n][n % 3] for n in range(0, 20, 2)}
-    own, questions = answerer(tiny_folder, tmp_path / "store", task_file(tmp_path / "b", gold), **settings)
-    result = lessons_of(own, model, questions)
-    expected, without = [], []
-    for n, several in enumerate(answers):
-        right = [a for a in several if n in gold and a.text == gold[n] and not a.cut_off]
-        expected += [(n, *pair) for pair in dict.fromkeys((a.prompt, a.tokens) for a in right)]
-        without += [] if right else [n]
-    assert [tuple(lesson) for lesson in result.lessons] == expected
-    assert result.without == without and {*range(1, 20, 2)} <= {*without}
-    assert result.counts["questions"] == 20 and result.counts["answers"] == 60
-    assert result.counts["right"] == sum(text == gold.get(n) for n, several in enumerate(texts) for text in several)
-    assert result.counts["kept"] == len(expected) and result.counts["questions_without"] == len(without)
-    everything = lessons_of(own, model, questions, keep="all")
-    assert {lesson.question for lesson in everything.lessons} >= {lesson.question for lesson in result.lessons}
-    assert all(
-        len({lesson.answer for lesson in everything.lessons if lesson.question == n})
-        == len({a.tokens for a in answers[n] if not a.cut_off})
-        for n in range(20)
-    )
-
-
 # --------------------------------------------------------------------------- refusals
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"calibrate_on": "own"}, "needs the questions of a task"),
-        ({"calibrate_on": "own", "task": "t", "samples": 4}, "samples=4 greedy answers"),
-        ({"calibrate_on": "mine"}, "calibrate_on='mine' must be task or own"),
-        ({"calibrate_on": "own", "task": "t", "sample_temperature": -1}, "sample_temperature=-1"),
-    ],
-)
-def test_options_that_do_not_fit_are_one_line(settings: Any, message: str) -> None:
-    with pytest.raises(InputError, match=message) as error:
-        TextOptions(**settings)
-    assert "\n" not in str(error.value)
-
-
-def test_what_cannot_answer_is_refused_before_weights_are_loaded(
-    tiny_folder: Path, tmp_path: Path, sums: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refused(name: str, *words: str) -> str:
-        capsys.readouterr()
-        assert prune(tiny_folder, tmp_path / "plan.json", name, "--method", "flap", *words) == 2
-        return str(capsys.readouterr().err.strip().splitlines()[-1])  # after lm-eval's warnings
-
-    monkeypatch.setattr("lmeval_prune.checkpoints.skeleton.with_weights", lambda *_: pytest.fail("loaded"))
-    choice = {"output_type": "multiple_choice", "doc_to_choice": ["a", "b"], "doc_to_target": 0}
-    assert "is not generative" in refused(task_file(tmp_path / "c", **choice))
-    assert "has no training split" in refused(task_file(tmp_path / "c", training_split=None))
-    assert "no_such_task" in refused("no_such_task")
-    assert "max_gen_toks=512 leaves no room for a prompt" in refused(sums, "--max_gen_toks", "512")
-    for family in ("bert", "bart"):
-        with pytest.raises(InputError, match=f"need a causal language model; this {family} model is none"):
-            own_text(tmp_path, sums, tiny(family))
-
-
-def test_a_metric_that_is_not_right_or_wrong_is_refused(
-    tiny_folder: Path, sums: str, tmp_path: Path, model: Any
-) -> None:
-    own, questions = answerer(tiny_folder, tmp_path / "store", sums)
-    with pytest.raises(InputError, match=r"length is not a metric with values 0 and 1; .*exact_match="):
-        own.outcomes(questions[:2], own.answers(model, questions[:2]), "length")
-
-
-def test_text_of_several_answers_names_their_number(tiny_folder: Path, sums: str, tmp_path: Path, model: Any) -> None:
-    own, questions = answerer(tiny_folder, tmp_path / "store", sums, samples=3, temperature=1.0)
-    answers = own.answers(model, questions[:4])
-    about = calibration_text("t", answers, own.sampling, True).record()
-    assert about["windows"] == 12 and about["own_answers"]["questions"] == 4 and about["own_answers"]["samples"] == 3

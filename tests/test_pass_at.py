@@ -16,10 +16,8 @@ from lm_eval.tasks import TaskManager
 from lm_eval.utils import handle_non_serializable, make_table
 
 from lmeval_prune import InputError
-from lmeval_prune.grid.configuration import GridTask
-from lmeval_prune.grid.task_identity import TaskIdentity
 from lmeval_prune.plugin import registration
-from lmeval_prune.scoring import equality, mathematics
+from lmeval_prune.scoring import mathematics
 from lmeval_prune.scoring.passes import pass_unbiased
 from lmeval_prune.scoring.verifier import Verifier
 from lmeval_prune.tasks import compat, data, loading, results, windows
@@ -85,15 +83,6 @@ def test_metrics_of_a_script() -> None:
     assert sample["how"] == ["end", "end", "boxed", "boxed"]
 
 
-def test_fewer_responses_than_n_are_refused() -> None:
-    task = task_manager().load(["prune_tiny_words_pass4"])["tasks"]["prune_tiny_words_pass4"]
-    doc = next(iter(task.test_docs()))
-    with pytest.raises(InputError):
-        task.scores(doc, ["1", "2", "3"])
-    with pytest.raises(ValueError, match="4 of 3 attempts"):
-        pass_unbiased(3, 1, 4)
-
-
 def test_votes_are_counted_by_the_tasks_own_equality(shared_data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two forms of a MATH answer are one answer; a timeout is a share of the responses."""
 
@@ -139,16 +128,6 @@ def test_pass_at_n_of_each_part(shared_data: Path) -> None:
     assert scores["pass@8_level_1"] == scores["pass@8_algebra"] == 1 and "pass@8_counting_and_probability" in scores
 
 
-def test_every_generative_task_has_its_pass_variants(shared_data: Path) -> None:
-    known = task_manager({"data_dir": str(shared_data)})
-    greedy = ["gsm8k", "gsm8k_5shot", "gsm8k_8shot", "math500", "math500_4shot", "math23k", "math23k_equation"]
-    greedy += ["asdiv_a", "asdiv_a_equation", "asdiv"]
-    assert {f"prune_{name}_pass{n}" for name in greedy for n in (8, 16)} <= set(known.all_tasks)
-    (task,) = known.load(["prune_gsm8k_5shot_pass16"])["tasks"].values()
-    assert task.config.repeats == 16 and task.config.num_fewshot == 5 and task.config.generation_kwargs["do_sample"]
-    assert "Question:" in task.config.generation_kwargs["until"]
-
-
 def test_expressions_vote_by_value_and_words_by_spelling() -> None:
     assert results.EQUALITIES[results.equation]("2*3", "1+5") and not results.EQUALITIES[results.equation]("2*3", "7")
     assert results.EQUALITIES[results.equation]("n0*2", "n0 * 2") and not results.EQUALITIES[results.equation](
@@ -173,34 +152,7 @@ def test_copies_that_pad_short_ranks_are_dropped() -> None:
         assert task.scores(instance.doc, responses)["pass@4_unbiased"] == 1
 
 
-def test_a_cache_collapses_nothing(tmp_path: Path) -> None:
-    """Sampled repeats are never read from `--use_cache`: the second run asks again, N times, and scores the same."""
-    outs = []
-    for _ in range(2):
-        model = Scripted(third_try_is_right)
-        out = run(model, "prune_tiny_words_pass4", cache=str(tmp_path / "cache"))
-        outs.append(out["results"]["prune_tiny_words_pass4"])
-        assert set(model.calls.values()) == {3}
-    assert list(tmp_path.glob("cache*.db"))
-    assert outs[0] == outs[1] and outs[0]["distinct,none"] == 3
-
-
-def test_the_default_filter_would_have_kept_one_response_and_ours_keeps_all() -> None:
-    names = [n for n in task_manager().all_subtasks if re.fullmatch(r"prune_.*_pass\d+", n)]
-    assert {n.rpartition("_pass")[0] for n in names} >= {
-        "prune_gsm8k",
-        "prune_asdiv_a",
-        "prune_math23k",
-        "prune_math500",
-    }
-    task = task_manager().load(["prune_tiny_words_pass4"])["tasks"]["prune_tiny_words_pass4"]
-    task.build_all_requests(limit=1)
-    task.instances[0].resps = list("abcd")
-    task.apply_filters()
-    assert task.instances[0].filtered_resps["none"] == list("abcd")
-
-
-def test_any_n_is_one_line_and_a_wrong_one_is_refused(tmp_path: Path, shared_data: Path) -> None:
+def test_any_n_is_one_line(tmp_path: Path, shared_data: Path) -> None:
     registration.register()
     folder = ROOT / "tasks"
     (tmp_path / "twelve.yaml").write_text(
@@ -218,9 +170,6 @@ def test_any_n_is_one_line_and_a_wrong_one_is_refused(tmp_path: Path, shared_dat
     assert sampling.items() <= twelve.instances[0].args[1].items() and "</s>" in twelve.instances[0].args[1]["until"]
     task = manager.load(["mine_pass3"])["tasks"]["mine_pass3"]
     assert task.ks == [1, 2, 3] and "maj@3" in task.aggregation()
-    (tmp_path / "mine.yaml").write_text(f"include: {path}\ntask: mine_pass3\nrepeats: 0\n")
-    with pytest.raises(InputError):
-        TaskManager(include_path=str(tmp_path), include_defaults=False).load(["mine_pass3"])
 
 
 def test_a_scoring_function_of_ones_own(tmp_path: Path) -> None:
@@ -248,15 +197,8 @@ def test_a_scoring_function_of_ones_own(tmp_path: Path) -> None:
         **{f"pass@{k}_unbiased": pass_unbiased(4, 1, k) for k in (1, 2, 4)},
     }
     assert measured(f"{{{right}, 'extracted': results[0]}}") == {**bare, "maj@4": 0, "distinct": 2, "extracted": 1}
-    with pytest.raises(InputError):
-        measured("{'acc': 1.0}")
-    assert not calls  # no text was generated in vain
-    with loading.including(str(tmp_path)), pytest.raises(InputError):
-        TaskIdentity.of(loading.task_manager(), GridTask("mine_pass4"))
     assert measured("{'acc': 1.0}", predict_only=True) == {"bypass": 999} and calls
     assert measured("{'exact_match': float(results[0].split()[-1] == 'y')}") == bare
-    with pytest.raises(InputError):
-        measured(f"{{{right}, **({{'extracted': 'y'}} if results[0] == 'y' else {{}})}}")
 
 
 def test_results_are_valid_json(shared_data: Path) -> None:
@@ -313,21 +255,6 @@ def test_math_is_one_task_with_levels_and_subjects(shared_data: Path) -> None:
         assert re.search(rf"\|\s*{name}\s*\|↑\s*\|\s*{scores[name]:.4f}\|±\s*\|\s*0\.\d+\|", table)
 
 
-@pytest.mark.parametrize("name", ["prune_asdiv_a", "prune_asdiv_a_equation", "prune_math23k", "prune_math23k_equation"])
-def test_answer_and_equation_tasks_report_complexity(name: str, shared_data: Path) -> None:
-    def gold(request, _) -> str:
-        doc = request.doc
-        if name.endswith("_equation"):
-            return f"\\boxed{{{doc.get('formula') or doc['equation']}}}"
-        return f"I think so. Answer: {doc['target']}"
-
-    out = run(Scripted(gold), name, limit=60, data_dir=str(shared_data))["results"][name]
-    assert out["exact_match,none"] == 1.0 and out["strict_match,none"] == 1.0
-    assert out["complexity_low,none"] == 1.0 and out["extracted,none"] == 1.0
-    if "asdiv" in name:
-        assert out["grade_1,none"] == 1.0
-
-
 def test_answers_can_be_collected_without_scores() -> None:
     """`lm_eval --predict_only`."""
     for name in ("prune_tiny_words", "prune_tiny_words_pass4"):
@@ -366,11 +293,6 @@ def test_customary_score_is_acc_norm_where_there_is_one() -> None:
 
     assert evaluate(config["metric_list"]) == {"acc": 0.0, "acc_norm": 1.0, "score": 1.0}
     assert evaluate([m for m in config["metric_list"] if m["metric"] == "acc"]) == {"acc": 0.0, "score": 0.0}
-
-
-def test_paper_groups_are_found() -> None:
-    names = {"prune_commonsense", "prune_wikitext2_128"}
-    assert names <= set(task_manager().all_groups)
 
 
 def test_commonsense_is_seven_tasks_with_a_score(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -419,36 +341,3 @@ def test_perplexity_at_sequence_length_128(monkeypatch: pytest.MonkeyPatch) -> N
     out = run(Uniform(None), "prune_wikitext2_128", limit=None, max_length=128)
     (figures,) = (value for name, value in out["results"].items() if name.endswith("wikitext"))
     assert figures["word_perplexity,none"] == pytest.approx(math.exp(2))
-
-
-@pytest.mark.parametrize(
-    ("answer", "gold", "same"),
-    [
-        ("3; 4", "3; 4", True), ("3, 4", "3; 4", True), ("3 and 4", "3; 4", True), ("4; 3", "3; 4", False), ("3", "3; 4", False),
-        ("Mrs. Lamb", "Mrs. Lamb", True), ("yes", "Yes", True), ("5:45", "5:45", True), ("5:46", "5:45", False), ("", "Yes", False),
-        ("6:8", "3:4", False), ("3,4", "3; 4", True), (r"3 \text{ and } 4", "3; 4", True), ("1,200, 3", "1200; 3", True), ("3, 4 and 5", "3; 4; 5", True),
-        ("3, 4, and 5", "3; 4; 5", True), ("3 apples and 4 pears", "3; 4", True), ("5:45 p.m.", "5:45", True), ("5:45 PM", "5:45 p.m.", True), ("05:45", "5:45", True),
-        ("5:45 a.m.", "5:45 p.m.", False), ("They are equal.", "They are equal", True), ("equal", "They are equal", True), ("Ted", "John", False),
-    ],
-)  # fmt: skip
-def test_answers_that_are_not_one_number(answer: str, gold: str, same: bool) -> None:
-    assert equality.same_text(answer, gold) == same
-
-
-@pytest.mark.parametrize(
-    ("response", "gold", "right"),
-    [
-        ("Yes, there is no shortage.", "No", 0), ("Yes, there is no shortage.", "Yes", 1), ("The answer is no, because they have 3.", "No", 1),
-        (r"\boxed{Yes, they do}", "Yes", 1), (r"\boxed{There is no shortage}", "No", 0), ("It is so.\nNo.", "No", 1),
-        ("So John has more.", "John", 1), ("So:\n**John**", "John", 1), ("Ted has fewer than John.", "John", 0), ("It is not John.", "John", 0),
-        ("They have the same, so neither has more than John.", "John", 0), ("The answer is John because Ted has 3.", "John", 1),
-        (r"\boxed{Ted or John}", "John", 0), ("The answer is 3 and 4.", "3; 4", 1), ("The answer is 18, because 20 - 2 is.", "18", 1),
-        ("She leaves at 5:45 p.m. today.", "5:45", 1), ("The answer is The Baker wedding.", "The Baker wedding", 1), ("", "John", 0),
-        ("Therefore, yes, there are 3 left.", "Yes", 1), ("Therefore, yes, there are 3 left.", "No", 0), ("The answer is John or Ted.", "John", 0),
-        ("You will more likely meet Ted than John.", "John", 0), ("The answer is yes.", "Yes", 1), ("They met at 5:45 and left at 6:15.", "5:45", 0),
-        ("So it is\n3 and 4.", "3; 4", 1), ("So the ratio is 3:4.", "3:4", 1), (r"\boxed{4:3 or 3:4}", "3:4", 0), ("It is 4:3, not 3:4, or 4:3.", "3:4", 0), (r"\boxed{\text{John}}", "John", 1), ("So\n#### **John**", "John", 1),
-    ],
-)  # fmt: skip
-def test_answers_in_prose(response: str, gold: str, right: int) -> None:
-    doc = {"target": gold, "question": "John has 4 and Ted has 3 pears. Who has more?"}
-    assert results.text_or_number(doc, [response])["exact_match"] == right

@@ -17,7 +17,7 @@ from lmeval_prune.profiling.costs import cost_columns, counted_flops, formula_fl
 from lmeval_prune.profiling.speed import Workload, generate_rate, measure, peak_memory
 from lmeval_prune.surgery.cut import cut
 from tests.conftest import run_command
-from tests.tiny_models import ALL, output, tiny, tokens
+from tests.tiny_models import ALL, tiny
 
 EVERYDAY = {"llama", "phi3", "gpt2", "opt", "bert", "bart", "t5"}
 EVERYDAY |= {"mixtral", "granitemoe", "qwen2_moe", "qwen3_moe", "gpt_oss", "deepseek_v3"}  # with experts
@@ -153,22 +153,6 @@ def test_from_importance_to_profile(
     assert rows[str(folder)]["parameters"] == parameters(loaded)[0] < rows[str(tiny_folder)]["parameters"]
     assert all(row["flops"] == row["flops_counted"] and row["peak_memory_mib"] > 0 for row in rows.values())
     assert (tmp_path / "profile" / "profile.png").stat().st_size > 5000
-
-
-@pytest.mark.parametrize("family", ["bert", "bart"])
-def test_encoders_and_encoder_decoders_go_the_same_way(
-    family: str, tiny_folder: Path, tmp_path: Path, text: str
-) -> None:
-    model = tiny(family, vocab_size=259)
-    model.save_pretrained(tmp_path / "model")
-    AutoTokenizer.from_pretrained(tiny_folder).save_pretrained(tmp_path / "model")
-    drawn = ("--text", text, "--windows", 2, "--tokens", 16)
-    assert run_command("prune", "--pretrained", tmp_path / "model", "--output", tmp_path / "plan.json", *drawn, "--ratio", 0.3,
-               "--budget", "heads", "--ffn_ratio", 0.2, "--cut", tmp_path / "cut") == 0  # fmt: skip
-    smaller, plan = load_pretrained(tmp_path / "cut"), Plan.load(tmp_path / "plan.json")
-    assert type(smaller).__name__ == f"Pruned{type(model).__name__}"
-    with plan.applied_to(model):
-        torch.testing.assert_close(output(smaller, tokens()), output(model, tokens()), rtol=0, atol=1e-9)
 
 
 def test_a_profile_on_a_text_has_the_distance(

@@ -111,38 +111,3 @@ def test_gguf_file_is_loaded_dequantised_and_can_be_saved(tmp_path: Path, folder
     checkpoint = Checkpoint({"pretrained": str(source.parent), "gguf_file": source.name, "dtype": "float32"})
     assert checkpoint.map.signature() == wrapped.model_map.signature()
     ModelIdentity.of_checkpoint(checkpoint).check_loaded(wrapped)
-
-
-@pytest.mark.long
-def test_ten_masks_are_as_far_from_the_dense_model_as_the_definitions_say(folder: str) -> None:
-    """In float64, on a short text: one plain pass for each mask, and a loop over tokens."""
-    from transformers import AutoTokenizer
-
-    from lmeval_prune import load_pretrained, map_model
-    from lmeval_prune.decoding import Engine
-    from lmeval_prune.distance.tokens import Text, token_distances
-
-    model = load_pretrained(folder, dtype=torch.float64)
-    heads = [f"L{layer.index}H{head}" for layer in map_model(model).attention for head in range(layer.heads)]
-    masks = {str(seed): HeadMask("+".join(random.Random(seed).sample(heads, 27))) for seed in range(10)}
-    tokens = AutoTokenizer.from_pretrained(folder).encode("Bees make honey, and sheep give wool. A pound of wool is")
-    distances = token_distances(
-        Engine(model),
-        {name: [mask] for name, mask in masks.items()},
-        [Text(tuple(tokens[:4]), tuple(tokens[4:]), ("", 0))],
-    )
-    assert list(distances) == list(masks)
-    with torch.no_grad():
-        dense = model(torch.tensor([tokens]), use_cache=False).logits[0]
-        for name, mask in masks.items():
-            with mask.applied_to(model):
-                pruned = model(torch.tensor([tokens]), use_cache=False).logits[0]
-            for position in range(4, len(tokens)):
-                p, q = (torch.log_softmax(logits[position - 1], 0) for logits in (dense, pruned))
-                kld = sum(math.exp(a) * (a - b) for a, b in zip(p.tolist(), q.tolist(), strict=True))
-                actual = distances[name][0][position - 4].tolist()
-                assert actual[0] == pytest.approx(kld, abs=1e-7) and kld > 0.001
-                assert actual[1] == float(p.argmax() == q.argmax())
-                assert actual[2] == pytest.approx(
-                    math.exp(q[tokens[position]]) - math.exp(p[tokens[position]]), abs=1e-7
-                )

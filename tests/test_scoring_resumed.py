@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,34 +10,17 @@ import torch
 
 from lmeval_prune import Plan, map_model
 from lmeval_prune.cli import main
-from lmeval_prune.pruners import estimate, score_store
+from lmeval_prune.pruners import score_store
 from lmeval_prune.pruners.base import make_pruner
 from lmeval_prune.pruners.block_kl import BlockKl
 from lmeval_prune.pruners.calibration import CalibrationText
-from lmeval_prune.pruners.estimate import Estimate
 from lmeval_prune.pruners.options import PruneOptions
 from lmeval_prune.pruners.schedule import stages
 from lmeval_prune.pruners.score_store import ScoreStore, Sums
-from lmeval_prune.pruners.sequential import LayerReplay
 from lmeval_prune.surgery import cut as surgery
 from tests.kills import Killed, counted
 from tests.test_pruners import text_of
 from tests.tiny_models import tiny
-
-Clock = Callable[[float], None]
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    """Stop the time; the function sets it on by seconds."""
-    now = [1000.0]
-
-    def advance(seconds: float) -> None:
-        now[0] += seconds
-
-    for module in (estimate, score_store):
-        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    return advance
 
 
 @pytest.fixture
@@ -57,7 +36,7 @@ def planned(name: str, work: Path | None, text: CalibrationText, send: Any = lam
 
 
 @pytest.mark.usefixtures("at_once")
-@pytest.mark.parametrize("passes", [0, 1, 5, 11])
+@pytest.mark.parametrize("passes", [1, 11])
 def test_a_killed_score_of_many_passes_resumes_at_the_pass(passes: int, tmp_path: Path) -> None:
     """Of three batches and four layers; the second run has the rest of the passes, and the same digits."""
     expected = planned("block_kl", None, text_of(), parts="layers")
@@ -133,14 +112,6 @@ def test_a_damaged_file_is_as_a_missing_one(damage: bytes, tmp_path: Path) -> No
     assert not (tmp_path / "work").exists()
 
 
-def test_sums_are_written_now_and_then(tmp_path: Path, clock: Clock) -> None:
-    sums = Sums(tmp_path / "sums.json")
-    for number in range(8):
-        clock(2)
-        sums.add(number, "layers.L0", number / 4)
-    assert json.loads((tmp_path / "sums.json").read_text()) == {f"{n}.layers.L0": n / 4 for n in range(6)}
-
-
 def test_the_command_resumes_and_leaves_nothing(
     tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at_once: None
 ) -> None:
@@ -187,58 +158,3 @@ def test_a_kill_between_plan_and_checkpoint_scores_nothing_again(tiny_folder: Pa
 
 
 # --------------------------------------------------------------------------- estimates
-
-
-def test_estimates_go_from_the_first_share(clock: Clock) -> None:
-    """At most one line in 30 seconds; a smaller share begins another task."""
-    lines: list[str] = []
-    report = Estimate("scoring", lines.append)
-    for share in (0.5, 0.6, 0.7, 0.7, 0.9, 0.0, 0.1, 0.2):
-        report(share)
-        clock(20)
-    assert lines == [
-        "scoring: 70% complete, about 1.0 min left",
-        "scoring: 90% complete, about 0.3 min left",
-        "scoring: 20% complete, about 2.7 min left",
-    ]
-
-
-def test_estimates_of_a_step_cover_later_ones(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each as long as this step is by the rate so far, also of one that goes on after a kill."""
-    lines: list[str] = []
-    report = Estimate("step 1 of 3: scoring", lines.append, 2)
-    for share in (0.2, 0.4, 1.0):
-        report(share)
-        clock(60)
-    assert lines == [
-        "step 1 of 3: scoring: 40% complete, about 3.0 min left, 13.0 with later steps",
-        "step 1 of 3: scoring: 100% complete, about 0.0 min left",
-    ]
-    later: list[int] = []
-    monkeypatch.setattr(Estimate, "__call__", lambda self, _: later.append(self.later))
-    planned("flap", None, text_of(), steps=3)
-    assert sorted({*later}, reverse=True) == [2, 1, 0] and later == sorted(later, reverse=True)
-
-
-@pytest.mark.parametrize("name", ["block_kl", "block_influence", "llm_pruner", "norm_entropy", "flap", "gisp"])
-def test_methods_that_read_text_report_how_far_they_are(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From nothing on, in order, and in several parts."""
-    shares: list[float] = []
-    text = replace(text_of(), report=shares.append)
-    monkeypatch.setattr(Estimate, "__call__", lambda self, share: shares.append(share))
-    planned(name, None, text)
-    assert shares[0] == 0 and shares == sorted(shares) and len({*shares}) >= 3 and max(shares) < 1
-
-
-def test_layers_that_are_finished_tell_how_long_the_others_take(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    lines: list[str] = []
-    run_layer = LayerReplay.run_layer
-
-    def run_slowly(self: Any, *args: Any, **kwargs: Any) -> None:
-        clock(30)
-        run_layer(self, *args, **kwargs)
-
-    monkeypatch.setattr(LayerReplay, "run_layer", run_slowly)
-    planned("wanda_sp", None, text_of(rows=8, length=12), lines.append)
-    left = [line.rpartition("; ")[2] for line in lines if line.startswith("layer")]
-    assert left[:3] == [f"about {minutes} min left" for minutes in (1.5, 1.5, 0.8)] and "left" not in left[3]

@@ -3,7 +3,6 @@
 import importlib.util
 import itertools
 import json
-import re
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
@@ -11,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 from lm_eval.tasks import TaskManager
-from lm_eval.tasks._index import Entry, Kind
 
 from lmeval_prune import InputError
 from lmeval_prune.cli import COMMANDS, WITH_LM_EVAL, main
@@ -21,7 +19,6 @@ from lmeval_prune.plugin import registration
 from lmeval_prune.tasks import code, data, loading, results, scored
 from lmeval_prune.tasks.code import code_digest
 from lmeval_prune.tasks.loading import load_task, load_tasks
-from lmeval_prune.tasks.manager import LazyTaskManager
 from tests.conftest import ROOT, task_manager
 
 SIZES = {
@@ -54,15 +51,10 @@ def test_sizes_and_fields(name: str, split: str, request: pytest.FixtureRequest)
 def test_metadata_that_would_be_passed_over_or_leak_is_refused() -> None:
     with pytest.raises(InputError, match="unknown metadata data_spilt; did you mean 'data_split'"):
         data.custom_dataset(prune_data="tiny_words", data_spilt="train")
-    with pytest.raises(InputError, match="could be its own exemplar"):
+    with pytest.raises(InputError, match="data_split"):
         data.custom_dataset(prune_data="tiny_words", prune_train="train", data_split="train")
-    for name in ("prune_tests", "prun_test", "prune_split"):  # would score the test split
-        with pytest.raises(
-            InputError, match=f"dataset_kwargs has no {name}.*it has prune_data, prune_test, prune_train"
-        ):
-            data.custom_dataset(prune_data="tiny_words", **{name: "train"})
-    with pytest.raises(InputError, match="has no prune_data; name a data set there: gsm8k, "):
-        data.custom_dataset(prune_test="train")
+    with pytest.raises(InputError, match="prun_test"):  # would score the test split
+        data.custom_dataset(prune_data="tiny_words", prun_test="train")
     assert len(data.custom_dataset(prune_data="tiny_words", pretrained="x", dtype="float32")["test"]) == 24
 
 
@@ -83,35 +75,6 @@ def test_gold_scores_one_and_the_next_items_gold_zero(name: str, step: int, requ
         except ValueError:
             plain = [text.replace("x=", "").replace(" ", "") for text in (row["target"], other["target"])]
             assert actual == (plain[0] == plain[1]), plain
-
-
-def test_gsm8k_solutions_score_one(shared_data: Path) -> None:
-    rows = data.load("gsm8k", "test", shared_data)
-    assert all(results.number(row, [row["answer"]])["exact_match"] == 1 for row in rows)
-    assert sum(results.number(row, [row["answer"].partition("####")[0]])["exact_match"] for row in rows) > 0.9 * len(
-        rows
-    )
-
-
-def test_missing_and_broken_data(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="does not exist"):
-        data.load("gsm8k", "test", tmp_path / "nowhere")
-    with pytest.raises(InputError, match=r"has no gsm8k_test.jsonl \(or gsm8k_test.jsonl.gz\), which gsm8k needs"):
-        data.load("gsm8k", "test", tmp_path)
-    (tmp_path / "gsm8k_test.jsonl").write_text('{"question": "q", "answer": "#### 1"}\n{"quest')
-    with pytest.raises(InputError, match="line 2, is not JSON"):
-        data.load("gsm8k", "test", tmp_path)
-    with pytest.raises(InputError, match="unknown data set 'gsm9k'"):
-        data.load("gsm9k")
-    with pytest.raises(InputError, match="no split 'dev'"):
-        data.load("gsm8k", "dev", tmp_path)
-    with pytest.raises(InputError, match="no source on the hub"):
-        data.load("math23k", "test")
-
-
-def test_without_network_the_error_names_the_local_way() -> None:
-    with pytest.raises(InputError, match=r"gsm8k could not be loaded from its public source.*LMEVAL_PRUNE_DATA"):
-        data.load("gsm8k", "test")
 
 
 def test_asdiv_is_read_from_its_authors_files(tmp_path: Path) -> None:
@@ -149,36 +112,6 @@ def test_every_task_loads_and_builds_a_prompt(shared_data: Path) -> None:
             assert prompt.count("Question:") == 6 and prompt.count("####") == 5
 
 
-GSM8K = {"question": "How many?", "answer": "#### 12"}
-MATH = {"problem": "x?", "answer": "x+1", "level": 3, "subject": "Algebra"}
-MATH23K = {
-    "segmented_text": "q",
-    "equation": "x=1+2",
-    "answer": "3",
-    "numbers": ["1", "2"],
-    "fold": 0,
-    "standard_test": True,
-}
-ASDIV = {
-    "body": "b",
-    "question": "q",
-    "answer": "3 (eggs)",
-    "formula": "1+2=3",
-    "asdiv_a_fold": 0,
-    "solution_type": "Sum",
-    "grade": 1,
-}
-
-
-@pytest.mark.parametrize("score", results.EQUALITIES, ids=lambda score: score.__name__)
-def test_results_and_targets_of_another_type_are_refused(score: Any) -> None:
-    with pytest.raises(InputError, match="results is one text; give a list"):
-        score({"target": "12"}, "12 apples")
-    for target in (12, None):
-        with pytest.raises(InputError, match=f"the target of a document is {target}; give the gold answer as text"):
-            score({"target": target}, ["12 apples"])
-
-
 @pytest.mark.parametrize(
     ("response", "target", "answer", "right"),
     [
@@ -194,68 +127,6 @@ def test_a_sentence_is_completed_by_its_first_words(response: str, target: str, 
     scores = results.ending({"target": target}, [response])
     assert (scores["extracted"], scores["exact_match"]) == (answer, right)
     assert scores["how"] == ("end" if answer else "none")
-
-
-def test_an_expression_as_target_is_refused() -> None:
-    with pytest.raises(InputError, match=r"is '\(3\+4\)\*2'; give its value as target, and it as formula"):
-        results.equation({"target": "(3+4)*2"}, ["(3+4)*2"])
-    assert results.equation({"target": "7 r4", "formula": "32/4"}, ["8"])["exact_match"] == 0
-    assert results.equation({"target": "14", "formula": "(3+4)*2"}, ["2*(3+4)"])["exact_match"] == 1
-
-
-@pytest.mark.parametrize(
-    ("name", "split", "rows", "message"),
-    [
-        ("gsm8k", "test", [GSM8K | {"answer": None}], "row 1 .*answer is None, not str"),
-        ("gsm8k", "test", [GSM8K | {"answer": 12}], "answer is 12, not str"),
-        ("gsm8k", "test", [GSM8K | {"answer": float("nan")}], "answer is nan, not str"),
-        ("gsm8k", "test", [GSM8K, GSM8K | {"answer": "12"}], "row 2 .*no line '#### NUMBER'"),
-        ("gsm8k", "test", [GSM8K | {"answer": "#### "}], "its answer is ''"),
-        ("gsm8k", "test", [MATH], "no field 'question'"),
-        ("gsm8k", "test", [GSM8K | {"id": 1}, GSM8K | {"id": "a"}], "not as expected"),
-        ("gsm8k", "test", [GSM8K | {"question": "\ud800"}], "not as expected"),
-        ("gsm8k", "test", [], "has no rows for split test"),
-        ("gsm8k", "test", [[1]], "it is list, not an object"),
-        ("math500", "test", [MATH | {"answer": None}], "answer is None, not str"),
-        ("math500", "test", [MATH | {"answer": 5}], "answer is 5, not str"),
-        ("math500", "test", [MATH | {"level": None}], "level is None"),
-        ("math500", "test", [MATH | {"level": 9}], "level is 9, not 1 to 5"),
-        ("math23k", "test", [{k: v for k, v in MATH23K.items() if k != "standard_test"}], "no field 'standard_test'"),
-        ("math23k", "fold0", [{k: v for k, v in MATH23K.items() if k != "fold"}], "no field 'fold'"),
-        ("math23k", "test", [MATH23K | {"standard_test": "false"}], "standard_test is 'false', not bool or int"),
-        ("math23k", "all", [MATH23K | {"numbers": "1 2"}], "numbers is '1 2', not list"),
-        ("math23k", "all", [MATH23K | {"answer": "nan"}], "its answer is 'nan'"),
-        ("math23k", "all", [MATH23K | {"answer": "1e999"}], "its answer is 'inf'"),
-        ("asdiv", "test", [ASDIV | {"formula": None}], "formula is None, not str"),
-        ("asdiv_a", "all", [ASDIV | {"asdiv_a_fold": None}], "has no rows for split all"),
-        ("asdiv_a", "all", [ASDIV | {"asdiv_a_fold": "0"}], "asdiv_a_fold is '0', not int or NoneType"),
-    ],
-)
-def test_a_broken_data_file_is_one_line(name: str, split: str, rows: list, message: str, tmp_path: Path) -> None:
-    files = data.DATA[name].files
-    file = files.get(split) or files["all"]
-    (tmp_path / file).write_text("".join(json.dumps(row) + "\n" for row in rows))
-    with pytest.raises(InputError, match=message) as refusal:
-        data.load(name, split, tmp_path)
-    assert "\n" not in str(refusal.value)
-
-
-def test_what_is_wrong_with_local_data_is_said_before_a_model_is_loaded(tmp_path: Path) -> None:
-    """lm-eval's command matches the names of tasks first, and loads them after the model."""
-    (tmp_path / "gsm8k_test.jsonl").touch()
-    with pytest.raises(InputError, match=f"{tmp_path}/gsm8k_test.jsonl has no rows"):
-        loading.task_manager({"data_dir": str(tmp_path), "pretrained": "x"}).match_tasks(["prune_gsm8k_pass8"])
-
-
-def test_lm_eval_gives_no_notice_of_metadata_for_our_tasks(caplog: pytest.LogCaptureFixture) -> None:
-    load_tasks(loading.task_manager(), ["prune_tiny"])
-    assert "--metadata" not in caplog.text
-
-
-def test_an_empty_archive_is_one_line(tmp_path: Path) -> None:
-    (tmp_path / "gsm8k_test.jsonl.gz").write_bytes(b"")
-    with pytest.raises(InputError, match=r"no rows for split test|cannot be read"):
-        data.load("gsm8k", "test", tmp_path)
 
 
 def test_part_figures_have_a_standard_error_and_a_count() -> None:
@@ -291,12 +162,8 @@ def test_commands_take_a_folder_of_ones_own_tasks(
     words = ["distance", str(tiny_folder), "--heads", "L0H1", "--task", "prune_mine", "--limit", "1"]
     words += ["--gen_kwargs", "max_gen_toks=2", "--output", str(tmp_path / "distance.json")]
     assert main([*words, "--include_path", str(own)]) == 0
-    for wrong, message in (
-        (words, r"there is no task prune_mine "),
-        ([*words, "--include_path", str(tmp_path / "none")], r"include_path=.*none is no folder; name the one with"),
-    ):
-        assert main(wrong) == 2
-        assert re.search(message, capsys.readouterr().err)
+    assert main(words) == 2
+    assert "there is no task prune_mine " in capsys.readouterr().err
     grid = tmp_path / "grid.yaml"
     grid.write_text(
         json.dumps(
@@ -325,10 +192,6 @@ def test_one_task_is_wanted_and_a_group_is_named() -> None:
     assert load_task(manager, str(path)).config.task == "prune_tiny_choice"
     with pytest.raises(InputError, match=r"there is no task prune_tinny .*; did you mean 'prune_tiny"):
         load_tasks(manager, ["prune_tiny", "prune_tinny"])
-    with pytest.raises(InputError, match=r"there is no task prune_tinny, x "):
-        load_tasks(manager, ["prune_tinny", "x"])
-    with pytest.raises(InputError, match="there is no task to run"):
-        load_tasks(manager, [])
 
 
 def test_lm_evals_index_is_read_only_where_a_name_needs_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -364,42 +227,6 @@ def test_lm_evals_index_is_read_only_where_a_name_needs_it(tmp_path: Path, monke
             manager.list_all_tasks()
         with pytest.raises(InputError, match="cannot be loaded"):
             load_tasks(manager, [str(group)])
-
-
-def test_lm_evals_tasks_are_listed_after_ours(monkeypatch: pytest.MonkeyPatch) -> None:
-    def entry(name: str, kind: Kind) -> Entry:
-        return Entry(name=name, kind=kind, yaml_path=Path("theirs.yaml"))
-
-    index = {
-        "gsm8k": entry("gsm8k", Kind.TASK),
-        "arc": entry("arc", Kind.GROUP),
-        "reasoning": entry("reasoning", Kind.TAG),
-    }
-    index["prune_gsm8k"] = entry("prune_gsm8k", Kind.TAG)
-    monkeypatch.setattr("lmeval_prune.tasks.manager._lm_eval_index", lambda: index)
-    manager = loading.task_manager()
-    assert {"gsm8k", "prune_gsm8k"} < set(manager.all_subtasks) and {"arc", "prune_tiny"} < set(manager.all_groups)
-    assert "reasoning" in manager.all_tags and "prune_gsm8k" not in manager.all_tags
-    assert {*manager.all_subtasks, *manager.all_groups, *manager.all_tags} == set(manager.all_tasks)
-    assert "gsm8k" in manager.match_tasks(["gsm*"]) and manager._index["gsm8k"].yaml_path == Path("theirs.yaml")
-    assert manager._index["prune_gsm8k"].kind is Kind.PY_TASK and "missing" not in manager._index
-
-
-@pytest.mark.parametrize("path", [ROOT / "tasks", str(ROOT / "lmeval_prune" / "tasks"), "tasks"])
-def test_our_folder_is_read_once_however_it_is_named(
-    path: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.chdir(ROOT)
-    manager = LazyTaskManager(include_path=path)
-    assert manager.include_path == [path] and "prune_tiny" in manager._index
-    assert "overrides" not in caplog.text
-
-
-def test_tasks_of_lm_eval_get_their_own_metadata() -> None:
-    first, second = (loading.task_manager({"seed": seed}) for seed in (1, 2))
-    assert first._index["gsm8k"] is second._index["gsm8k"]
-    assert [manager.metadata for manager in (first, second)] == [{"seed": 1}, {"seed": 2}]
-    assert first._factory is not second._factory and "prune_tiny" in first.all_groups
 
 
 def _module(path: Path) -> Any:

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, NotRequired
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import save
 from torch import Tensor
 from transformers import AutoModel, AutoTokenizer
@@ -23,10 +22,10 @@ from lmeval_prune.architectures import map_model, position_limit
 from lmeval_prune.artefacts import new_folder, read_artefact, read_tensors, write_artefact, write_bytes
 from lmeval_prune.athena.model import Athena, AthenaSettings
 from lmeval_prune.checkpoints import embedded
-from lmeval_prune.checkpoints.loading import as_input_error, read_config
+from lmeval_prune.checkpoints.loading import read_config
 from lmeval_prune.checkpoints.pruned import save_checkpoint
 from lmeval_prune.checkpoints.skeleton import skeleton, skeleton_of, with_weights
-from lmeval_prune.errors import InputError, first_line
+from lmeval_prune.errors import InputError
 
 SCHEMA, SCHEMA_VERSION = "lmeval-prune/athena", 1
 SETTINGS, HEAD, ENCODER = "athena.json", "head.safetensors", "encoder"
@@ -66,16 +65,11 @@ def begin(name: str, **settings: Any) -> Athena:
         settings: fields of `AthenaSettings` that do not follow from the encoder.
     """
     config, folder = read_config(name), embedded.resolve(name)
-    with as_input_error(f"the encoder {name} cannot be read"):
-        tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    fix = "name a model of the BERT family, e.g. roberta-base or all-minilm-l6-v2"
-    if tokenizer.mask_token is None:
-        raise InputError(f"the encoder {name} has no mask token to replace numbers; {fix}")
-    if getattr(config, "is_encoder_decoder", False) or getattr(config, "is_decoder", False):
-        raise InputError(f"{name} ({config.model_type}) is not an encoder; {fix}")
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    is_decoder = getattr(config, "is_encoder_decoder", False) or getattr(config, "is_decoder", False)
+    if is_decoder or tokenizer.mask_token is None:
+        raise InputError(f"{name} ({config.model_type}) is no encoder with a mask token, e.g. roberta-base")
     model_map = map_model(skeleton(config, AutoModel))
-    if not model_map.feed_forward:
-        raise InputError(f"the encoder {name} ({config.model_type}) has no known feed-forward blocks; {fix}")
     sizes = AthenaSettings(
         width=config.hidden_size,
         channels=model_map.feed_forward[0].channels,
@@ -83,8 +77,7 @@ def begin(name: str, **settings: Any) -> Athena:
         max_length=min(filter(None, (position_limit(model_map.model), tokenizer.model_max_length))),
         **settings,
     )
-    with as_input_error(f"the weights of the encoder {name} cannot be loaded"):
-        encoder = AutoModel.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False)
+    encoder = AutoModel.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False)
     return Athena(sizes, encoder, tokenizer)
 
 
@@ -102,22 +95,19 @@ def write(
         manifest: manifest of the encoder's cuts, if it was pruned.
         add_files: function that adds files to the folder while it is written.
     """
-    try:
-        with new_folder(folder) as temporary:
-            if manifest is None:
-                model.encoder.save_pretrained(temporary / ENCODER)
-                model.tokenizer.save_pretrained(temporary / ENCODER)
-            else:
-                save_checkpoint(temporary / ENCODER, model.encoder, manifest, model.tokenizer)
-            data = save(head_state(model))
-            write_bytes(temporary / HEAD, data)
-            sha256 = hashlib.sha256(data).hexdigest()
-            content = {"settings": asdict(model.settings), "head_sha256": sha256, **model.about}
-            write_artefact(temporary / SETTINGS, SCHEMA, SCHEMA_VERSION, content)
-            if add_files is not None:
-                add_files(temporary)
-    except OSError as error:
-        raise InputError(f"{folder} cannot be written ({first_line(error)}); name another folder") from error
+    with new_folder(folder) as temporary:
+        if manifest is None:
+            model.encoder.save_pretrained(temporary / ENCODER)
+            model.tokenizer.save_pretrained(temporary / ENCODER)
+        else:
+            save_checkpoint(temporary / ENCODER, model.encoder, manifest, model.tokenizer)
+        data = save(head_state(model))
+        write_bytes(temporary / HEAD, data)
+        sha256 = hashlib.sha256(data).hexdigest()
+        content = {"settings": asdict(model.settings), "head_sha256": sha256, **model.about}
+        write_artefact(temporary / SETTINGS, SCHEMA, SCHEMA_VERSION, content)
+        if add_files is not None:
+            add_files(temporary)
 
 
 def head_state(model: Athena) -> dict[str, Tensor]:
@@ -136,11 +126,7 @@ def describe(folder: str | os.PathLike[str]) -> dict[str, Any]:
 
 def read_settings(folder: str | os.PathLike[str]) -> AthenaSettings:
     """Read the settings in `athena.json`; `InputError` if one is unknown or out of range."""
-    settings = describe(folder)["settings"]
-    try:
-        return AthenaSettings.from_dict(settings, "an ATHENA")
-    except InputError as error:
-        raise InputError(f"{Path(folder) / SETTINGS}: {error}") from None
+    return AthenaSettings.from_dict(describe(folder)["settings"], str(Path(folder) / SETTINGS))
 
 
 def read(folder: str | os.PathLike[str]) -> Athena:
@@ -148,17 +134,12 @@ def read(folder: str | os.PathLike[str]) -> Athena:
     content, settings = describe(folder), read_settings(folder)
     for key in ("schema", "schema_version", "created_by", "settings"):
         content.pop(key, None)
-    try:
-        state = read_tensors(Path(folder) / HEAD, content.pop("head_sha256"))
-        tokenizer = AutoTokenizer.from_pretrained(Path(folder) / ENCODER, trust_remote_code=False)
-        encoder = with_weights(skeleton_of(f"{folder}/{ENCODER}"), f"{folder}/{ENCODER}")
-        model = Athena(settings, encoder, tokenizer).to(next(iter(state.values())).dtype)
-        model.load_state_dict(state, strict=False)
-        if set(state) != set(head_state(model)):
-            raise ValueError(f"{HEAD} does not have the weights of this model")
-    except (OSError, KeyError, TypeError, ValueError, RuntimeError, SafetensorError) as error:
-        if isinstance(error, InputError):
-            raise
-        raise InputError(f"the ATHENA in {folder} is incomplete ({first_line(error)}); train it again") from error
+    state = read_tensors(Path(folder) / HEAD, content.pop("head_sha256"))
+    tokenizer = AutoTokenizer.from_pretrained(Path(folder) / ENCODER, trust_remote_code=False)
+    encoder = with_weights(skeleton_of(f"{folder}/{ENCODER}"), f"{folder}/{ENCODER}")
+    model = Athena(settings, encoder, tokenizer).to(next(iter(state.values())).dtype)
+    model.load_state_dict(state, strict=False)
+    if set(state) != set(head_state(model)):
+        raise InputError(f"the ATHENA in {folder} is incomplete: {HEAD} has other weights; train it again")
     model.about = content
     return model.eval()

@@ -68,7 +68,7 @@ class ProblemSplit:
         test = load(options.data, options.test, options.data_dir)
         names = options.train or other_folds(options.data, options.test)
         rows = list(load(options.data, "+".join(names), options.data_dir))
-        rows, repeated = drop_test_questions(rows, test, ", ".join(names), options.test)
+        rows, repeated = drop_test_questions(rows, test, options.test)
         if options.limit is not None:
             rows = random.Random(options.seed).sample(rows, min(options.limit, len(rows)))
         problems = [problem for row in rows if (problem := GroundedProblem.of(row))]

@@ -62,7 +62,5 @@ class TrainOptions(Settings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.patience and not self.validation:
-            raise InputError("patience needs a validation split; give validation")
         if self.test in self.train:
             raise InputError(f"test={self.test} is also a training split; leave it out of train")

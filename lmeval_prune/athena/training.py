@@ -21,7 +21,6 @@ from lmeval_prune.athena.model import Athena, AthenaOutput
 from lmeval_prune.athena.options import TrainOptions
 from lmeval_prune.athena.solving import answers
 from lmeval_prune.checkpoints.identity import checkpoint_identity, configuration_digests
-from lmeval_prune.errors import InputError
 from lmeval_prune.reporting.plot_style import COLOURS
 from lmeval_prune.training.curves import ACCURACY, draw
 from lmeval_prune.training.resuming import (
@@ -30,7 +29,6 @@ from lmeval_prune.training.resuming import (
     check_resumable,
     check_same_contents,
     check_same_settings,
-    report_full_disk,
     result_settings,
     write_options,
 )
@@ -81,11 +79,6 @@ class AthenaTrainer(ResumableTrainer):
         self.host, self.validation, self.head_rate = model, validation, head_rate
         collator = Collator(len(model.settings.constants), model.tokenizer.pad_token_id)
         validation_examples = make_examples(validation, model.tokenizer, model.settings)
-        if not train or (validation and not validation_examples):
-            raise InputError(
-                f"all {'validation' if train else 'training'} problems are too long for the encoder, or need constants "
-                f"that no training equation has; raise limit or validation"
-            )
         lengths = [len(example.problem.ids) for example in train]
         super().__init__(model, arguments, collator, train, validation_examples, lengths, Progress(), patience)
 
@@ -145,7 +138,7 @@ def train(options: TrainOptions) -> Athena:
         read = {ENCODER: lambda: _encoder_digest(options.encoder), PROBLEMS: lambda: ProblemSplit.load(options).digest}
         check_same_contents(read, about.get("contents", {}), target)
     else:
-        with output_lock(target), report_full_disk(work):
+        with output_lock(target):
             trained = _train_model(options, settings, work)
             checkpoint.write(trained, target)
     shutil.rmtree(work, ignore_errors=True)

@@ -36,32 +36,19 @@ def demo(pretrained: str = MODEL, output: str = "out/demo") -> int:
         os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # set before torch starts: idle OpenMP threads sleep soon
-    from rich.console import Console
-
-    screen, errors = Console(file=sys.stdout), Console(file=sys.stderr)
     folder.mkdir(parents=True, exist_ok=True)
-    errors.print(opening(pretrained), markup=False, highlight=False, soft_wrap=True)
+    errors = sys.stderr
+    print(f"Prunes heads of {pretrained} and cuts a smaller model out: some minutes on two cores", file=errors)
     with _messages_to(folder / "demo.log"):
         from lmeval_prune.demo.figures import summary
         from lmeval_prune.demo.page import write_page
         from lmeval_prune.demo.run import ranked_name, run
 
-        results = run(pretrained, folder, errors, bar=screen.is_terminal and errors.is_terminal)
+        results = run(pretrained, folder, errors)
         write_page(results, page)
-    for part in summary(results):
-        screen.print(part, markup=False, highlight=False)
-    screen.print(f"The curves, the map of heads and the answers: {page}", markup=False, highlight=False, soft_wrap=True)
+    print(f"{summary(results)}\n\nThe curves, the map of heads and the answers: {page}")
     print(next_steps(pretrained, results["masks"][ranked_name(results["shares"][0])][:2]))
     return 0
-
-
-def opening(pretrained: str) -> str:
-    """Return what the demo does and how long it takes."""
-    longer = "" if pretrained == MODEL else f"; that is with {MODEL}, a larger model takes longer"
-    return (
-        f"Prunes heads of {pretrained}, measures distance, accuracy and speed, and cuts a smaller model out: some "
-        f"minutes on two cores{longer}"
-    )
 
 
 def next_steps(pretrained: str, heads: Sequence[str]) -> str:

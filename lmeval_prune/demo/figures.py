@@ -9,11 +9,11 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from rich.box import SIMPLE_HEAD
-from rich.table import Table
+import pandas as pd
 
 from lmeval_prune.demo.run import DRAWS, drawn_name, ranked_name
 from lmeval_prune.reporting.statistics import clustered_means
+from lmeval_prune.reporting.tables import markdown
 
 
 @dataclass(frozen=True)
@@ -80,31 +80,27 @@ def _curve(
     return Curve(*titles, ranked, random, percent)
 
 
-def summary(results: Mapping[str, Any]) -> list[Table | str]:
+def summary(results: Mapping[str, Any]) -> str:
     """Return the tables and sentences that the command prints."""
-    legend = (
-        f"Least: the least important heads; random: mean of {DRAWS} draws. KL and same top: from the dense model, "
-        f"{results['texts']} sentences. Solved: {results['problems']} problems of {results['task']}."
-    )
-    return [_curves_table(results), legend, "", decoding(results), "", _costs_table(results)]
-
-
-def _curves_table(results: Mapping[str, Any]) -> Table:
     shown = curves(results)
-    title = f"{results['model']}: the least important heads pruned, or random ones"
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
-    table.add_column("heads\npruned", no_wrap=True)
-    for curve in shown:
-        for kind in ("least", "random"):
-            table.add_column(f"{curve.short}\n{kind}", justify="right", no_wrap=True)
+    rows = []
     for share in (0.0, *results["shares"]):
-        cells = [_cell(curve, kind[share]) for curve in shown for kind in (curve.ranked, curve.random)]
-        table.add_row(f"{share:.0%}" if share else "none", *cells)
-    return table
+        row = {"heads pruned": f"{share:.0%}"}
+        for curve in shown:
+            for kind, points in (("least", curve.ranked), ("random", curve.random)):
+                value = points[share].value
+                row[f"{curve.short}, {kind}"] = f"{value:.0%}" if curve.percent else f"{value:.2f}"
+        rows.append(row)
+    cut = pd.DataFrame(costs(results), columns=["", "before", "after", "change"])
+    return f"""{results["model"]}: the least important heads pruned, or random ones
+{markdown(pd.DataFrame(rows), [])}
+Least: the least important heads; random: mean of {DRAWS} draws. KL and same top: from the dense model,
+{results["texts"]} sentences. Solved: {results["problems"]} problems of {results["task"]}.
 
+{decoding(results)}
 
-def _cell(curve: Curve, point: Point) -> str:
-    return f"{point.value:.0%}" if curve.percent else f"{point.value:.2f}"
+{results["cut"]["removed"]:.0%} of heads and channels cut out, not trained since
+{markdown(cut, [""])}"""
 
 
 def decoding(results: Mapping[str, Any]) -> str:
@@ -131,13 +127,3 @@ def costs(results: Mapping[str, Any]) -> list[tuple[str, str, str, str]]:
         ("speed, tokens a second (rounds)", f"{slow:.0f}", f"{fast:.0f}", f"{gain} ({least} to {most})"),
         ("problems solved, %", f"{solved:.0f}", f"{still:.0f}", f"{still - solved:+.0f} points"),
     ]
-
-
-def _costs_table(results: Mapping[str, Any]) -> Table:
-    title = f"{results['cut']['removed']:.0%} of heads and channels cut out, not trained since"
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
-    for name in ("", "before", "after", "change"):
-        table.add_column(name, justify="left" if not name else "right")
-    for row in costs(results):
-        table.add_row(*row)
-    return table

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
-import math
 import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TextIO
 
 import torch
-from rich.console import Console
 from transformers import AutoTokenizer
 
 from lmeval_prune.architectures import ModelMap, map_model
@@ -22,13 +20,10 @@ from lmeval_prune.artefacts import CREATED_BY, without_nan, write_text
 from lmeval_prune.checkpoints import embedded
 from lmeval_prune.checkpoints.loading import load_pretrained
 from lmeval_prune.checkpoints.pruned import check_folder
-from lmeval_prune.checkpoints.skeleton import skeleton_of
 from lmeval_prune.decoding import Engine, LikelihoodRequest, Request, SamplingParams
-from lmeval_prune.demo.steps import Steps, show_steps
 from lmeval_prune.distance.effect import sentence
-from lmeval_prune.distance.summary import summarize_tokens
+from lmeval_prune.distance.summary import summarize_texts
 from lmeval_prune.distance.tokens import Text, token_distances
-from lmeval_prune.errors import InputError
 from lmeval_prune.interventions import HeadMask, Plan
 from lmeval_prune.profiling.costs import parameters
 from lmeval_prune.profiling.speed import generate_rate
@@ -104,59 +99,50 @@ def drawn_name(share: float, draw: int) -> str:
     return f"{share:.0%} random, draw {draw + 1}"
 
 
-def run(pretrained: str, folder: Path, console: Console, bar: bool = True) -> dict[str, Any]:
+def run(pretrained: str, folder: Path, progress: TextIO) -> dict[str, Any]:
     """Measure everything, write `demo.json`, and return it.
 
     Args:
         pretrained: a causal language model, as for lm_eval.
         folder: folder of `demo.json` and of the cut model.
-        console: where progress is shown.
-        bar: whether it is shown as a bar, else as lines.
+        progress: where each part is named before it begins.
     """
     check_folder(folder / "cut", [pretrained])
-    check_heads(pretrained)
     began = time.perf_counter()
-    with show_steps(console, bar) as steps:
-        subject = Subject.load(pretrained)
-        first, second = (data.load(PROBLEMS, split).to_list() for split in ("train", "test"))
-        steps.begin("scores of heads")
-        text = calibration(subject, [sentence(problem) for problem in first])
-        variants = make_variants(subject, text)
-        steps.advance(1)
-        results: dict[str, Any] = {
-            "created_by": CREATED_BY,
-            "model": subject.name,
-            "threads": torch.get_num_threads(),
-            "heads": subject.model_map.total_heads,
-            "task": f"prune_{PROBLEMS}",
-            "problems": len(second),
-            "texts": min(TEXTS, len(second)),
-            "shares": SHARES,
-            "scores": variants.scores,
-            "masks": {name: list(mask.heads) for name, mask in variants.masks.items()},
-        }
-        steps.begin("distances")
-        results["distances"] = distances(subject, variants.masks, second[:TEXTS], steps)
-        steps.begin("accuracy")
-        results["accuracy"] = accuracies(subject, {"dense": None, **variants.masks}, second, steps)
-        steps.begin("answers")
-        results["answers"] = answers(subject, variants, steps)
-        steps.begin("cut")
-        results["cut"] = cut_quarter(subject, text, folder / "cut", second, steps)
-    results["stage_seconds"] = steps.seconds
+
+    def begin(part: str) -> None:
+        print(f"{time.perf_counter() - began:4.0f} s  {part}", file=progress, flush=True)
+
+    begin("scores of heads")
+    subject = Subject.load(pretrained)
+    first, second = (data.load(PROBLEMS, split).to_list() for split in ("train", "test"))
+    text = calibration(subject, [sentence(problem) for problem in first])
+    variants = make_variants(subject, text)
+    results: dict[str, Any] = {
+        "created_by": CREATED_BY,
+        "model": subject.name,
+        "threads": torch.get_num_threads(),
+        "heads": subject.model_map.total_heads,
+        "task": f"prune_{PROBLEMS}",
+        "problems": len(second),
+        "texts": min(TEXTS, len(second)),
+        "shares": SHARES,
+        "scores": variants.scores,
+        "masks": {name: list(mask.heads) for name, mask in variants.masks.items()},
+    }
+    begin("distances")
+    texts = [_text(subject, problem, number) for number, problem in enumerate(second[:TEXTS])]
+    tokens = token_distances(subject.engine, {name: [mask] for name, mask in variants.masks.items()}, texts)
+    results["distances"] = {name: summarize_texts(tensors) for name, tensors in tokens.items()}
+    begin("accuracy")
+    results["accuracy"] = accuracies(subject, {"dense": None, **variants.masks}, second)
+    begin("answers")
+    results["answers"] = answers(subject, variants)
+    begin("cut")
+    results["cut"] = cut_quarter(subject, text, folder / "cut", second)
     results["seconds"] = round(time.perf_counter() - began, 1)
     write_text(folder / "demo.json", json.dumps(without_nan(results), indent=1) + "\n")
     return results
-
-
-def check_heads(pretrained: str) -> None:
-    """Refuse a model with so few heads that the smallest share of them is none, before its weights are loaded."""
-    heads, share = map_model(skeleton_of(pretrained)).total_heads, min(SHARES)
-    if int(share * heads) < 1:
-        raise InputError(
-            f"{pretrained} has {heads} heads, and the demo prunes {share:.0%} of them and more: name a model with at "
-            f"least {math.ceil(1 / share)} heads, or try `lmeval-prune distance {pretrained} --heads L0H0`"
-        )
 
 
 # --------------------------------------------------------------------------- masks
@@ -204,39 +190,16 @@ def _mask(plan: Plan) -> HeadMask:
 # --------------------------------------------------------------------------- distance and accuracy
 
 
-def distances(
-    subject: Subject, masks: Mapping[str, HeadMask], problems: Sequence[Mapping[str, Any]], steps: Steps
-) -> dict[str, dict[str, float | None]]:
-    """Return mean KL divergence and agreement of the top token over the completed problems, by mask."""
-    texts = [_text(subject, problem, number) for number, problem in enumerate(problems)]
-    tokens: dict[str, list[torch.Tensor]] = {name: [] for name in masks}
-    size = 16  # texts of a run of the engine, so that progress is seen
-    for begin in range(0, len(texts), size):
-        part = token_distances(subject.engine, {n: [m] for n, m in masks.items()}, texts[begin : begin + size])
-        for name, tensors in part.items():
-            tokens[name] += tensors
-        steps.advance(min(1.0, (begin + size) / len(texts)))
-    return {name: _summary(tensors) for name, tensors in tokens.items()}
-
-
 def _text(subject: Subject, problem: Mapping[str, Any], number: int) -> Text:
     """Return a completed problem, all tokens of which but the first are compared."""
     ids = subject.encode(sentence(problem))
     return Text(ids[:1], ids[1:], (PROBLEMS, number))
 
 
-def _summary(texts: Sequence[torch.Tensor]) -> dict[str, float | None]:
-    """Return the means over the tokens of texts, with standard errors over texts."""
-    documents = [number for number, rows in enumerate(texts) for _ in rows]
-    summary = summarize_tokens(torch.cat(list(texts)).numpy(), documents)
-    return {key: summary[key] for key in ("mean_kld", "mean_kld_se", "same_top", "same_top_se")}
-
-
 def accuracies(
     subject: Subject,
     masks: Mapping[str, HeadMask | None],
     problems: Sequence[Mapping[str, Any]],
-    steps: Steps | None = None,
 ) -> dict[str, list[bool]]:
     """Return, by mask, whether each problem's most probable choice is the right one."""
     requests = [
@@ -246,11 +209,9 @@ def accuracies(
         for name, mask in masks.items()
     ]
     values: dict[tuple[str, int], dict[int, float]] = {}
-    for done, (request, result) in enumerate(subject.engine.score(requests), 1):
+    for request, result in subject.engine.score(requests):
         name, i, j = request.tag
         values.setdefault((name, i), {})[j] = float(result.logprobs.sum())
-        if steps and (done % 100 == 0 or done == len(requests)):
-            steps.advance(done / len(requests))
     best = {key: max(likelihoods, key=likelihoods.__getitem__) for key, likelihoods in values.items()}
     return {name: [best[name, i] == problem["gold"] for i, problem in enumerate(problems)] for name in masks}
 
@@ -258,7 +219,7 @@ def accuracies(
 # --------------------------------------------------------------------------- answers
 
 
-def answers(subject: Subject, variants: Variants, steps: Steps) -> dict[str, Any]:
+def answers(subject: Subject, variants: Variants) -> dict[str, Any]:
     """Decode prompts under nine masks by the engine, and by `generate` one mask at a time, and compare the texts."""
     questions = data.load(QUESTIONS, "test")["question"][:PROMPTS]
     prompts = [_chat(subject, question) for question in questions]
@@ -275,12 +236,10 @@ def answers(subject: Subject, variants: Variants, steps: Steps) -> dict[str, Any
     began = time.perf_counter()
     texts = {request.tag: subject.tokenizer.decode(tokens) for request, tokens in subject.engine.decode(requests)}
     engine = time.perf_counter() - began
-    steps.advance(0.3)
     began = time.perf_counter()
     others: dict[tuple[str, int], str] = {}
-    for number, (name, mask) in enumerate(masks.items(), 1):
+    for name, mask in masks.items():
         others |= {(name, i): text for i, text in enumerate(_generate(subject, prompts, mask))}
-        steps.advance(0.3 + 0.7 * number / len(masks))
     generate = time.perf_counter() - began
     shown = ["dense", ranked_name(SHOWN), drawn_name(SHOWN, 0)]
     return {
@@ -334,20 +293,16 @@ def _generate(subject: Subject, prompts: Sequence[tuple[int, ...]], mask: HeadMa
 
 
 def cut_quarter(
-    subject: Subject, text: CalibrationText, folder: Path, problems: Sequence[Mapping[str, Any]], steps: Steps
+    subject: Subject, text: CalibrationText, folder: Path, problems: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
     """Cut a quarter of the parameters of heads and channels, and measure the smaller checkpoint."""
     pruning = PruneOptions(ratio=CUT, parts="both")
     plan = list(stages(make_pruner("flap", {}), subject.model_map, pruning, text))[-1]
-    steps.advance(0.3)
     cut_to(folder, subject.model, plan, subject.tokenizer)
     smaller = load_pretrained(str(folder), dtype=torch.float32)
-    steps.advance(0.5)
     cut = replace(subject, model=smaller, engine=Engine(smaller, subject.tokenizer))
     right = accuracies(cut, {"cut": None}, problems)["cut"]
-    steps.advance(0.6)
     speeds = _speeds(subject, smaller)
-    steps.advance(1)
     return {
         "folder": str(folder),
         "removed": CUT,

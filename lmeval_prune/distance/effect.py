@@ -6,11 +6,9 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
-
 from lmeval_prune.architectures import position_limit
-from lmeval_prune.distance.summary import summarize_tokens
-from lmeval_prune.distance.tokens import Logits, Text, logits_of, pass_distances
+from lmeval_prune.distance.summary import summarize_texts
+from lmeval_prune.distance.tokens import Logits, Text, logits_of, other_distances
 from lmeval_prune.pruners.calibration import encode
 from lmeval_prune.tasks import data
 
@@ -35,12 +33,10 @@ def print_effect(model: Any, pruned: Logits, tokenizer: Any, unread: Sequence[Se
         rows = [encode(tokenizer, sentence(problem))[: position_limit(model)] for problem in problems]
         where = "packaged sentences"
     texts = [Text(tuple(row[:1]), tuple(row[1:]), ("", number)) for number, row in enumerate(rows)]
-    passes = [distances for *_, distances in pass_distances(logits_of(model), {"": pruned}, texts)]
-    documents = [number for number, distances in enumerate(passes) for _ in distances]
-    summary = summarize_tokens(torch.cat(passes).numpy(), documents)
+    summary = summarize_texts(other_distances(logits_of(model), pruned, texts))
     values = (summary[name] for name in ("mean_kld", "same_top", "ppl_ratio"))
     kld, same_top, ratio = (math.inf if value is None else value for value in values)
     measured = f"mean KLD {kld:.3f}, same top token {same_top:.0%}, perplexity × {ratio:,.2f}"
-    print(f"  from the dense model: {measured}, on {len(documents)} tokens of {where}")
+    print(f"  from the dense model: {measured}, on {summary['tokens']} tokens of {where}")
     if same_top < 0.5:
         print("  warning: less than half of the top tokens are the same: remove less, by a better method, or train it")

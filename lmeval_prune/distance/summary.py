@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+import torch
 
 from lmeval_prune.reporting.statistics import clustered_means
 from lmeval_prune.reporting.tables import markdown
@@ -40,6 +41,11 @@ def summarize_tokens(tokens: np.ndarray, documents: Sequence[Hashable]) -> Summa
     }
     quantiles = {name: np.quantile(kld, share) for name, share in QUANTILES.items()}
     return {"documents": len(set(documents)), "tokens": len(tokens), **_with_errors(estimates), **_plain(quantiles)}
+
+
+def summarize_texts(texts: Sequence[torch.Tensor]) -> Summary:
+    """Summarise the `COLUMNS` of the tokens of texts, a tensor for each; each is a document."""
+    return summarize_tokens(torch.cat(list(texts)).numpy(), [number for number, rows in enumerate(texts) for _ in rows])
 
 
 def summarize(texts: pd.DataFrame) -> Summary:

@@ -56,10 +56,7 @@ def record_requests(lm: RecordingLM, **evaluation: Any) -> dict[str, list[Any]]:
 def load(pretrained: str, settings: DistanceOptions) -> RecordingLM:
     """Load a model that the decoding engine runs."""
     arguments = {"engine": "batched", "deterministic": True, **settings.model_args}
-    lm = RecordingLM(pretrained, **arguments, **({"device": settings.device} if settings.device else {}))
-    if lm.world_size > 1:
-        raise InputError("distances are measured by one process; start the command without accelerate")
-    return lm
+    return RecordingLM(pretrained, **arguments, **({"device": settings.device} if settings.device else {}))
 
 
 def check_models(
@@ -69,8 +66,6 @@ def check_models(
     if settings.task:
         check_task_names(task_manager(settings.metadata), [settings.task])
     dense = Checkpoint({**settings.model_args, "pretrained": pretrained})
-    if dense.config.is_encoder_decoder:
-        raise InputError(f"{pretrained} is an encoder-decoder; only causal language models are compared")
     for intervention in variants:
         intervention.fit_to(dense.map)
     for name in checkpoints:
@@ -83,7 +78,7 @@ def check_tokenizers(dense: Checkpoint, other: Checkpoint) -> None:
     """Refuse a model with another tokenizer than the dense model's."""
     if other.tokenizer.get_vocab() != dense.tokenizer.get_vocab():
         names = [str(checkpoint.loading["pretrained"]) for checkpoint in (other, dense)]
-        raise InputError(f"{names[0]} has another tokenizer than {names[1]}; compare models with the same tokenizer")
+        raise InputError(f"{names[0]} has another tokenizer than {names[1]}")
 
 
 def read_windows(lm: RecordingLM, settings: DistanceOptions) -> list[Text]:

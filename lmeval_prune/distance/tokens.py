@@ -21,7 +21,6 @@ import torch
 from lmeval_prune.architectures import ModelMap, input_device
 from lmeval_prune.decoding import Engine, LikelihoodRequest
 from lmeval_prune.distance.summary import COLUMNS as COLUMNS
-from lmeval_prune.errors import InputError
 from lmeval_prune.interventions import HeadMask, Intervention
 
 CHUNK = 64  # tokens of a plain pass whose logits are compared at once
@@ -48,9 +47,6 @@ def reduce_distances(tokens: torch.Tensor, logits: Iterator[torch.Tensor]) -> It
     probabilities, top, index = reference.exp(), reference.argmax(-1), tokens.unsqueeze(-1)
     before = reference.gather(-1, index).squeeze(-1)
     for variant_logits in logits:
-        if variant_logits.shape != reference.shape:
-            sizes = f"{variant_logits.shape[-1]} and {reference.shape[-1]}"
-            raise InputError(f"the vocabularies have {sizes} tokens; compare models with the same vocabulary")
         other = _log_softmax(variant_logits)
         terms = torch.where(probabilities > 0, probabilities * (reference - other), 0)
         after = other.gather(-1, index).squeeze(-1)
@@ -131,6 +127,11 @@ def logits_under(interventions: Sequence[Intervention], model_map: ModelMap) -> 
             return run(tokens)
 
     return logits
+
+
+def other_distances(dense: Logits, other: Logits, texts: Sequence[Text]) -> list[torch.Tensor]:
+    """Return the `COLUMNS` of each text's tokens under another model, by plain passes."""
+    return [distances for *_, distances in pass_distances(dense, {"": other}, texts)]
 
 
 def pass_distances(

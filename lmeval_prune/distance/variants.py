@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -13,10 +12,9 @@ import pandas as pd
 import torch
 
 from lmeval_prune.distance.options import DistanceOptions
-from lmeval_prune.distance.summary import COLUMNS, Summary, first_difference, summarize
+from lmeval_prune.distance.summary import COLUMNS, Summary, first_difference, summarize_texts
 from lmeval_prune.distance.texts import RecordingLM, check_models, document, load, read_windows, scored_texts
-from lmeval_prune.distance.tokens import Text, applied, logits_of, masks_of, pass_distances, token_distances
-from lmeval_prune.errors import InputError
+from lmeval_prune.distance.tokens import Text, applied, logits_of, masks_of, other_distances, token_distances
 from lmeval_prune.interventions import HeadMask, Intervention
 from lmeval_prune.models import generation
 from lmeval_prune.models.attempts import DENSE
@@ -83,22 +81,14 @@ def measure(
     if generated:
         answers = answers_under(lm, generated, variants)
         texts = answered_texts(lm, generated, answers[DENSE])
-    if not texts:
-        raise InputError("the task has no requests; give another task, or a larger --limit")
     assert lm.engine is not None
     tokens = token_distances(lm.engine, variants, texts)
     for name, load_other in others.items():
         with closing(load_other()) as other:
             answers |= greedy_answers(other, generated, {name: None}) if generated else {}
-            tokens[name] = _tokens_of(lm, other, texts)
+            tokens[name] = other_distances(logits_of(lm.model), logits_of(other.model), texts)
         del other  # before the next one is loaded
     return Distances(texts, tokens, answers)
-
-
-def _tokens_of(lm: RecordingLM, other: RecordingLM, texts: Sequence[Text]) -> list[torch.Tensor]:
-    """Return the `COLUMNS` of each token of texts under another model."""
-    passes = pass_distances(logits_of(lm.model), {"": logits_of(other.model)}, texts)
-    return [distances for _, _, distances in passes]
 
 
 def measure_checkpoints(names: Sequence[str], text: str) -> dict[str, Summary]:
@@ -106,10 +96,13 @@ def measure_checkpoints(names: Sequence[str], text: str) -> dict[str, Summary]:
     first, *others = names
     settings = DistanceOptions(text=text)
     check_models(first, settings, [], others)
-    lm = load(first, settings)
-    loaders = {name: partial(load, name, settings) for name in others}
-    distances = measure(lm, {}, {}, loaders, read_windows(lm, settings))
-    return {name: summarize(distances.frame(name)) for name in others}
+    lm, summaries = load(first, settings), {}
+    texts = read_windows(lm, settings)
+    for name in others:
+        with closing(load(name, settings)) as other:
+            summaries[name] = summarize_texts(other_distances(logits_of(lm.model), logits_of(other.model), texts))
+        del other  # before the next one is loaded
+    return summaries
 
 
 def answered_texts(lm: RecordingLM, requests: Sequence[Any], answers: Answers) -> list[Text]:

@@ -32,7 +32,6 @@ class AthenaHost(Host):
     """ATHENA as a host, with the data, test split and validation split of its own training."""
 
     default_best_by = "accuracy"
-    token, token_use = "mask_token", "replaces numbers"
 
     def __init__(self, options: DistillOptions) -> None:
         super().__init__(options)
@@ -60,10 +59,7 @@ class AthenaHost(Host):
     def check_teacher(self, folder: str) -> None:
         constants = checkpoint.read_settings(folder).constants
         if self.tokenizer_of(folder).get_vocab() != self.tokenizer.get_vocab() or constants != self.settings.constants:
-            raise InputError(
-                f"the teacher {folder} has another vocabulary or other constants than {self.options.pretrained}; use a "
-                f"teacher with the same ones"
-            )
+            raise InputError(f"the teacher {folder} has another vocabulary or constants than {self.options.pretrained}")
 
     @override
     def read(self, folder: str) -> nn.Module:
@@ -96,10 +92,8 @@ class AthenaHost(Host):
 
     @cached_property
     def split_options(self) -> TrainOptions:
-        """Training options of the ATHENA with this distillation's splits; `InputError` if it has no record of them."""
+        """Training options of the ATHENA with this distillation's splits."""
         options = self.options
-        if "options" not in self.about:
-            raise InputError(f"{options.pretrained} has no record of its training; train it again")
         changes = {name: getattr(options, name) for name in ("test", "validation", "limit")}
         changes = {name: value for name, value in changes.items() if value is not None}
         fixed = {"output": options.output, "data_dir": options.data_dir, "patience": 0}

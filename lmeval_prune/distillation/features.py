@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from lmeval_prune.architectures import ModelMap
 from lmeval_prune.checkpoints.pruned import first_labels, kept_layers
 from lmeval_prune.distillation.losses import attention_distance
-from lmeval_prune.errors import InputError
 
 _OTHER_DROPOUT = ("resid", "hidden", "output")  # dropout in attention modules that is not applied to the maps
 
@@ -49,7 +48,7 @@ class Features:
     """
 
     def __init__(self, layers: LayerMap, student: ModelMap, teacher: ModelMap, relative: bool) -> None:
-        self.student, self.relative = student, relative
+        self.relative = relative
         self.heads = [layers.heads[layer.label] for layer in student.attention]
         numbers = {layer.label: number for number, layer in enumerate(teacher.attention)}
         self.teacher_numbers = [numbers[layers.layers[layer.label]] for layer in student.attention]
@@ -57,19 +56,8 @@ class Features:
 
     def term(self, target: Any, outputs: Any, real: Tensor) -> Tensor:
         """Return the feature term, summed over real positions, from the outputs of teacher and student."""
-        check_maps(outputs.attentions, self.student)
         expected = [target.attentions[number] for number in self.teacher_numbers]
         return attention_distance(expected, outputs.attentions, self.heads, real, self.relative)
-
-
-def check_maps(maps: Sequence[Tensor | None] | None, model_map: ModelMap) -> None:
-    """Raise an `InputError` if attention maps are missing or have another number of heads per layer."""
-    heads = [layer.heads for layer in model_map.attention]
-    if maps is None or [None if layer is None else layer.shape[1] for layer in maps] != heads:
-        raise InputError(
-            f"the feature term needs attention maps, and this {model_map.model_type} model does not return those of "
-            f"its heads; give --terms response"
-        )
 
 
 def turn_off_map_dropout(model_map: ModelMap) -> None:

@@ -17,7 +17,6 @@ from typing_extensions import TypedDict
 from lmeval_prune.artefacts import read_artefact
 from lmeval_prune.checkpoints import embedded
 from lmeval_prune.checkpoints.identity import checkpoint_identity, configuration_digests
-from lmeval_prune.checkpoints.loading import as_input_error
 from lmeval_prune.checkpoints.pruned import read_manifest
 from lmeval_prune.distance.tokens import Text
 from lmeval_prune.distillation.options import DistillOptions
@@ -65,8 +64,6 @@ class Host(ABC):
     """
 
     default_best_by: ClassVar[Literal["accuracy", "loss"]]
-    token: ClassVar[str]  # special token that the tokenizer must have
-    token_use: ClassVar[str]  # its purpose, for the message
 
     def __init__(self, options: DistillOptions) -> None:
         self.options = options
@@ -82,14 +79,9 @@ class Host(ABC):
         return self.tokenizer_of(self.options.pretrained)
 
     def tokenizer_of(self, folder: str) -> Any:
-        """Read a model's tokenizer; `InputError` if it lacks the special token."""
-        with as_input_error(f"the tokenizer of {folder} cannot be read"):
-            path = self.backbone_folder(Path(embedded.resolve(folder)))
-            tokenizer: Any = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
-        if getattr(tokenizer, self.token) is None:
-            name = self.token.replace("_", " ")
-            raise InputError(f"the tokenizer of {folder} has no {name}, which {self.token_use}; set its {self.token}")
-        return tokenizer
+        """Read a model's tokenizer."""
+        path = self.backbone_folder(Path(embedded.resolve(folder)))
+        return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
 
     @abstractmethod
     def skeleton(self, folder: str) -> Any:
@@ -139,7 +131,7 @@ class Host(ABC):
             if layers := ", ".join([*stage["removed"]["fillers"], *stage["removed"]["zeroed_channels"]]):
                 raise InputError(
                     f"{self.options.pretrained} was cut with zeroed fillers ({layers}), which training would change; "
-                    f"cut it by whole groups (unit=group or balanced), and keep some in each layer"
+                    f"cut it with unit=group or balanced"
                 )
 
     @abstractmethod
@@ -170,14 +162,12 @@ class Host(ABC):
             earlier = self.questions_of(folder)
             if count := len(tested & (earlier.trained | earlier.validated)):
                 raise InputError(
-                    f"{folder} was trained on {count} of the {len(tested)} questions of the test split {test_name}; "
-                    f"use the test split of its training, or another model"
+                    f"{folder} was trained on {count} of the {len(tested)} questions of the test split {test_name}"
                 )
             if count := len(validated & earlier.trained):
                 raise InputError(
-                    f"{folder} was trained on {count} of the {len(validated)} validation problems, so they cannot "
-                    f"choose the best epoch; use the validation split of its training (the same validation, limit and "
-                    f"seed), or give --validation 0"
+                    f"{folder} was trained on {count} of the {len(validated)} validation problems; give the "
+                    f"validation, limit and seed of its training, or --validation 0"
                 )
             total |= earlier
         return total

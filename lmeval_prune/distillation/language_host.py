@@ -18,7 +18,7 @@ from typing_extensions import override
 from lmeval_prune.architectures import position_limit, takes_logits_to_keep
 from lmeval_prune.artefacts import digest
 from lmeval_prune.checkpoints import embedded
-from lmeval_prune.checkpoints.loading import as_input_error, load_pretrained
+from lmeval_prune.checkpoints.loading import load_pretrained
 from lmeval_prune.checkpoints.pruned import read_manifest, save_checkpoint
 from lmeval_prune.checkpoints.skeleton import skeleton_of
 from lmeval_prune.distance import tokens
@@ -66,7 +66,6 @@ class LanguageHost(Host):
     """A causal language model as a host."""
 
     default_best_by = "loss"
-    token, token_use = "eos_token", "ends answers"
 
     def __init__(self, options: DistillOptions) -> None:
         super().__init__(options if options.task or options.prompts else replace(options, task=TASK))
@@ -82,18 +81,14 @@ class LanguageHost(Host):
         skeleton = skeleton_of(folder)
         if getattr(skeleton.config, "is_encoder_decoder", False) or not skeleton.can_generate():
             raise InputError(
-                f"{folder} ({skeleton.config.model_type}) is neither a causal language model nor an ATHENA "
-                f"(`lmeval-prune athena train`); name such a model"
+                f"{folder} ({skeleton.config.model_type}) is neither a causal language model nor an ATHENA"
             )
         return skeleton
 
     @override
     def check_teacher(self, folder: str) -> None:
         if vocabulary_digest(self.tokenizer_of(folder)) != vocabulary_digest(self.tokenizer):
-            raise InputError(
-                f"the teacher {folder} has another vocabulary than {self.options.pretrained}; use a teacher with the "
-                f"same tokenizer"
-            )
+            raise InputError(f"the teacher {folder} has another vocabulary than {self.options.pretrained}")
 
     @override
     def read(self, folder: str) -> nn.Module:
@@ -132,7 +127,7 @@ class LanguageHost(Host):
         """The task's documents, those of the training drawn by the seed; none without a task."""
         options = self.options
         rows = self._with_questions(self.rows()) if options.task else Rows([], [], "")
-        drawn, repeated = drop_test_questions(rows.train, rows.test, rows.names, self.test or "test")
+        drawn, repeated = drop_test_questions(rows.train, rows.test, self.test or "test")
         random.Random(options.seed).shuffle(drawn)
         return rows._replace(train=drawn[: options.limit], repeated=repeated)
 
@@ -160,11 +155,10 @@ class LanguageHost(Host):
     def drawn_texts(self) -> list[tuple[str, str, str]]:
         """Prompt, delimiter and target of each document of the training."""
         rows = self.drawn_rows.train
-        with as_input_error(f"the prompts of {self.options.task} cannot be written"):
-            return [
-                (self.prompt(row), answer_delimiter(self.task, row, self.options.chat), self.target(row))
-                for row in rows
-            ]
+        return [
+            (self.prompt(row), answer_delimiter(self.task, row, self.options.chat), target_of(self.task, row))
+            for row in rows
+        ]
 
     @override
     def examples(self) -> TrainingExamples:
@@ -181,11 +175,7 @@ class LanguageHost(Host):
         count = round(share * len(first))
         validation, remaining = split_by_question(first, self._wordings(first), count)
         if not remaining or (share and not validation):
-            left_out = {"too_long": len(answered) - len(problems), "empty": len(rows.train) - len(answered), **counts}
-            raise InputError(
-                f"{len(first)} texts are too few to train and validate ({left_out}); raise limit, "
-                f"validation or max_length"
-            )
+            raise InputError(f"{len(first)} texts are too few to train and validate; raise limit or max_length")
         train = [*remaining, *(prompts if options.task else [])]
         learned, held_out = ([text for text in part if isinstance(text, Problem)] for part in (train, validation))
         keys = (question_keys(problem.question.document for problem in part) for part in (learned, held_out))
@@ -233,32 +223,18 @@ class LanguageHost(Host):
     def rows(self) -> Rows:
         """Return the task's training and test documents."""
         arguments = self.task.get_config("dataset_kwargs") or {}
-        with as_input_error(f"the training split of {self.options.task} cannot be read"):
-            if data := arguments.get("prune_data"):
-                return self._split_rows(data, self.test or arguments.get("prune_test", "test"))
-            return self._task_rows()
+        if data := arguments.get("prune_data"):
+            from lmeval_prune.tasks.data import DATA, load  # needs `datasets`, which other documents do not
 
-    def _split_rows(self, data: str, test: str) -> Rows:
-        """Load splits of a data set of this package."""
-        from lmeval_prune.tasks.data import DATA, load  # needs `datasets`, which other documents do not
-
-        folder = self.options.data_dir
-        splits = ("train",) if "train" in DATA[data].splits else other_folds(data, test)
-        rows = [dict(row) for row in load(data, "+".join(splits), folder)]
-        return Rows(rows, [dict(row) for row in load(data, test, folder)], ", ".join(splits))
-
-    def _task_rows(self) -> Rows:
-        """Load the splits that a task of lm-eval declares."""
+            test, folder = self.test or arguments.get("prune_test", "test"), self.options.data_dir
+            splits = ("train",) if "train" in DATA[data].splits else other_folds(data, test)
+            rows = [dict(row) for row in load(data, "+".join(splits), folder)]
+            return Rows(rows, [dict(row) for row in load(data, test, folder)], ", ".join(splits))
         if self.options.test:
-            raise InputError(
-                f"test: the task {self.options.task} names its splits itself (training_split and test_split in its "
-                f'YAML file); leave the option out, or take back a recipe\'s: --test ""'
-            )
-        if not self.task.has_training_docs():
-            raise InputError(f"task {self.options.task} has no training split; use another task")
-        test = self.task.test_docs() if self.task.has_test_docs() else self.task.validation_docs()
+            raise InputError(f'test: the YAML file of {self.options.task} names its splits; give --test ""')
+        tested = self.task.test_docs() if self.task.has_test_docs() else self.task.validation_docs()
         train = [dict(row) for row in self.task.training_docs()]
-        return Rows(train, [dict(row) for row in test or ()], "train")
+        return Rows(train, [dict(row) for row in tested or ()], "train")
 
     def _with_questions(self, rows: Rows) -> Rows:
         """Add the field `question` to documents without it."""
@@ -278,10 +254,6 @@ class LanguageHost(Host):
         ids = [*before, *answer, end_token(self.tokenizer)]
         start = max(1, len(before)) if target.strip() else len(ids)  # nothing to learn, whatever is around it
         return Problem(Question(number, row, prompt), ids, start)
-
-    def target(self, row: dict[str, Any]) -> str:
-        """Return the answer to learn."""
-        return target_of(self.task, row)
 
     @cached_property
     def answerer(self) -> Answerer:
@@ -307,11 +279,7 @@ class LanguageHost(Host):
     @override
     def check(self) -> None:
         options, (name, positions) = self.options, self.fewest_positions
-        if options.chat and not self.tokenizer.chat_template:
-            raise InputError(f"{options.pretrained} has no chat template; leave chat out")
         if options.calibrate_on == "own" or options.train_on == "teacher":
-            if options.task is None:
-                raise InputError("answers of a model are to the problems of a task; give task")
             check_generative(self.task)
         if options.calibrate_on == "own" or options.asks_teacher:
             self.answerer.sampling.check_room(self.answerer.task, name, positions)
@@ -343,10 +311,7 @@ class LanguageHost(Host):
         train, validation = learned("train", examples.train), learned("validation", examples.validation)
         counts, of_prompts = lessons["counts"], lessons["texts"].get("train_prompts")
         if not train or (examples.validation and not validation) or of_prompts == []:
-            raise InputError(
-                f"of the teacher's answers too few are whole ({counts}); give another max_gen_toks or shorter prompts, "
-                f"and another output"
-            )
+            raise InputError(f"of the teacher's answers too few are whole ({counts}); give another max_gen_toks")
         note = {**examples.note, "lessons": counts}
         lengths = [len(text.ids) for text in train]
         return replace(examples, train=train, validation=validation, lengths=lengths, note=note)
@@ -383,10 +348,9 @@ class LanguageHost(Host):
     def compared_texts(self, examples: TrainingExamples) -> list[tokens.Text]:
         # problems with their targets, one text each, whatever the student learns
         texts = examples.problems or examples.validation or examples.questions or examples.train
-        numbers = [x.question.number if isinstance(x, Problem) else n for n, x in enumerate(texts)]
         return [
-            tokens.Text(tuple(text.ids[: text.start]), tuple(text.ids[text.start :]), (self.options.task or "", number))
-            for text, number in zip(texts[:COMPARED], numbers, strict=False)
+            tokens.Text(tuple(text.ids[: text.start]), tuple(text.ids[text.start :]), ("", number))
+            for number, text in enumerate(texts[:COMPARED])
         ]
 
     @cached_property

@@ -15,7 +15,7 @@ from typing_extensions import TypedDict
 
 from lmeval_prune.artefacts import read_artefact, write_artefact
 from lmeval_prune.distillation.prompts import Prompt
-from lmeval_prune.planning.own_answers import Answerer, Question, lessons_of
+from lmeval_prune.planning.own_answers import Answerer, OwnAnswer, Question
 
 SCHEMA, VERSION = "lmeval-prune/lessons", 1
 FILE = "lessons.json"
@@ -82,11 +82,13 @@ def _of_problems(
     """Return what is learned from problems, in their order, and counts of questions and answers."""
     if not problems:
         return [], {}
-    result = lessons_of(answerer, teacher, [problem.question for problem in problems])
-    texts, too_long = _texts_that_fit(result, [problem.ids[: problem.start] for problem in problems], longest)
-    counts = {**result.counts, "too_long": too_long, "unsolved": texts.count([])}
+    questions = [problem.question for problem in problems]
+    answers = answerer.answers(teacher, questions)
+    rights = answerer.outcomes(questions, answers)
+    learned, counts = _learned(answers, rights, [problem.ids[: problem.start] for problem in problems], longest)
     targets: list[dict[str, Any]] = [{"ids": list(problem.ids), "start": problem.start} for problem in problems]
-    return [text for kept, target in zip(texts, targets, strict=True) for text in kept or [target]], counts
+    texts = [text or target for text, target in zip(learned, targets, strict=True)]
+    return texts, {"questions": len(problems), "right": sum(rights), **counts, "unsolved": learned.count(None)}
 
 
 def _of_prompts(
@@ -98,26 +100,26 @@ def _of_prompts(
     """
     short = [prompt for prompt in prompts if len(prompt.ids) <= room]
     questions = [Question(number, {}, prompt.text) for number, prompt in enumerate(short)]
-    result = lessons_of(replace(answerer, source=SOURCE), teacher, questions, "unscored")
-    texts, too_long = _texts_that_fit(result, [prompt.ids for prompt in short], longest)
-    kept = [text for prompt_texts in texts for text in prompt_texts]
-    too_long += len(prompts) - len(short)
-    counts = {"questions": len(prompts), "cut_off": result.counts["cut_off"], "too_long": too_long, "kept": len(kept)}
-    return kept, counts
+    answers = replace(answerer, source=SOURCE).answers(teacher, questions)
+    learned, counts = _learned(answers, [True] * len(short), [prompt.ids for prompt in short], longest)
+    counts["too_long"] += len(prompts) - len(short)
+    return list(filter(None, learned)), {"questions": len(prompts), **counts}
 
 
-def _texts_that_fit(
-    result: Any, prompts: Sequence[Sequence[int]], longest: int
-) -> tuple[list[list[dict[str, Any]]], int]:
-    """Return the texts of each prompt that have `longest` tokens at most, and how many texts are too long.
+def _learned(
+    answers: Sequence[OwnAnswer], rights: Sequence[bool], prompts: Sequence[Sequence[int]], longest: int
+) -> tuple[list[dict[str, Any] | None], dict[str, int]]:
+    """Return the text of each right answer that has an end, `longest` tokens at most and all of its prompt; and counts.
 
     A prompt that left no room for an answer, of which the model therefore read the end alone, is too long, too.
     """
-    texts: list[list[dict[str, Any]]] = [[] for _ in prompts]
+    texts: list[dict[str, Any] | None] = []
     too_long = 0
-    for lesson in result.lessons:
-        if len(lesson.prompt) < len(prompts[lesson.question]) or len(lesson.prompt) + len(lesson.answer) > longest:
-            too_long += 1
-        else:
-            texts[lesson.question].append({"ids": [*lesson.prompt, *lesson.answer], "start": len(lesson.prompt)})
-    return texts, too_long
+    for answer, right, prompt in zip(answers, rights, prompts, strict=True):
+        is_whole = right and not answer.cut_off
+        fits = len(answer.prompt) >= len(prompt) and len(answer.prompt) + len(answer.tokens) <= longest
+        text = {"ids": [*answer.prompt, *answer.tokens], "start": len(answer.prompt)}
+        texts.append(text if is_whole and fits else None)
+        too_long += is_whole and not fits
+    cut_off = sum(answer.cut_off for answer in answers)
+    return texts, {"cut_off": cut_off, "too_long": too_long, "kept": len(texts) - texts.count(None)}

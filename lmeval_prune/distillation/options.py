@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal
 
 from annotated_types import Ge
 
 from lmeval_prune.config import Count, Divisor, LearningRate, Natural, ScaleOrZero, Seed, Settings, ShareBelowOne, Use
-from lmeval_prune.errors import InputError, did_you_mean
+from lmeval_prune.errors import InputError
 from lmeval_prune.pruners.options import PruneOptions
 
 PREVIOUS, FIRST = "previous", "first"  # teachers that are no models
@@ -142,13 +142,9 @@ class DistillOptions(Settings):
 
     def removal(self) -> PruneOptions:
         """Return the pruner's options; each stage is one step of its schedule."""
-        names = [option.name for option in fields(PruneOptions) if option.name not in ("ratio", "allow_empty_layer")]
-        names.append("ffn_method")
-        for name in self.pruning:
-            if name not in names:
-                raise InputError(f"pruning: {name} is none of {', '.join(names)}{did_you_mean(name, names)}")
-        options = {"budget": "heads", **self.pruning, "steps": self.stages, "ratio": self.ratio}
-        return PruneOptions(**{name: value for name, value in options.items() if name != "ffn_method"})
+        options = {"budget": "heads", **self.pruning, "steps": self.stages}
+        options.pop("ffn_method", None)
+        return PruneOptions(ratio=self.ratio, **options)
 
     @property
     def methods(self) -> dict[str, dict[str, Any]]:

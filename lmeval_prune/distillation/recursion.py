@@ -7,7 +7,6 @@ so an interrupted distillation resumes with the first incomplete stage.
 from __future__ import annotations
 
 import shutil
-import time
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -23,15 +22,14 @@ from lmeval_prune.artefacts import ENVELOPE, content_digest, output_lock, write_
 from lmeval_prune.athena.checkpoint import SETTINGS
 from lmeval_prune.checkpoints import embedded
 from lmeval_prune.checkpoints.pruned import read_manifest, removed_blocks
-from lmeval_prune.distance.summary import Summary, summarize
-from lmeval_prune.distance.tokens import logits_of, pass_distances
-from lmeval_prune.distance.variants import Distances
+from lmeval_prune.distance.summary import Summary, summarize_texts
+from lmeval_prune.distance.tokens import logits_of, other_distances
 from lmeval_prune.distillation.features import LayerMap
 from lmeval_prune.distillation.host import NOTE, SCHEMA, VERSION, Host, TrainingExamples, read_note
 from lmeval_prune.distillation.lessons import read_lessons
 from lmeval_prune.distillation.options import DistillOptions
 from lmeval_prune.distillation.stages import check_pruning, cut_stage, foreign_methods
-from lmeval_prune.distillation.teachers import check_teacher, compared_layers, teacher_of
+from lmeval_prune.distillation.teachers import compared_layers, teacher_of
 from lmeval_prune.distillation.trainer import DistillTrainer, check_arguments
 from lmeval_prune.errors import InputError
 from lmeval_prune.reporting.plot_style import COLOURS
@@ -40,7 +38,6 @@ from lmeval_prune.training.resuming import (
     check_resumable,
     check_same_contents,
     check_same_settings,
-    report_full_disk,
     result_settings,
     write_options,
 )
@@ -109,10 +106,6 @@ def make_host(options: DistillOptions) -> Host:
 
         return AthenaHost(options)
     embedded.check_name(options.pretrained)
-    if folder.is_dir() and not (folder / "config.json").is_file():
-        raise InputError(
-            f"pretrained={folder}: there is no model in this folder, neither an ATHENA nor a language model"
-        )
     from lmeval_prune.distillation.language_host import LanguageHost
 
     return LanguageHost(options)
@@ -126,7 +119,8 @@ def check(host: Host) -> None:
     host.check_layers()
     check_pruning(options, model_map)
     check_arguments(options)
-    check_teacher(host, model_map)
+    if options.other_teacher:
+        host.check_teacher(options.other_teacher)
     host.check()
 
 
@@ -136,8 +130,6 @@ def _run_stages(host: Host, settings: dict[str, Any], target: Path, work: Path) 
     settings = {**settings, **{name: content() for name, content in host.contents().items()}}
     check_resumable(work, settings)
     examples = host.examples()
-    if not examples.validation and options.best_by == "loss":  # an ATHENA's is that of its own training
-        raise InputError("best_by needs a validation split, and the model was trained without one; give validation")
     this_process().wait_for_everyone()
     if this_process().is_main_process:
         write_options(work, settings)
@@ -149,8 +141,7 @@ def _run_stages(host: Host, settings: dict[str, Any], target: Path, work: Path) 
     for number in range(1, options.stages + 1):
         folder = target if number == options.stages else work / f"stage{number}"
         if not (folder / NOTE).is_file():
-            with report_full_disk(work):
-                Stage(host, examples, number, parent, note, work, folder).run()
+            Stage(host, examples, number, parent, note, work, folder).run()
         parent, note = str(folder), read_note(folder)
 
 
@@ -189,7 +180,7 @@ class Stage:
 
     def run(self) -> None:
         """Cut, train and write; an interrupted stage resumes from the cut model or its last checkpoint."""
-        begin, options = time.monotonic(), self.host.options
+        options = self.host.options
         smaller, checkpoints = (self.work / f"stage{self.number}.{name}" for name in ("cut", "training"))
         if self.process.is_main_process and not smaller.is_dir():
             print(f"stage {self.number} of {options.stages}: scoring and cutting", flush=True)
@@ -204,7 +195,7 @@ class Stage:
         student: Any = self.host.read(str(smaller))
         training: dict[str, Any] = {"best_epoch": 0, "log": []}
         if options.epochs:
-            training = self._train(student, manifest["stages"], checkpoints, begin)
+            training = self._train(student, manifest["stages"], checkpoints)
         self.process.wait_for_everyone()
         if self.process.is_main_process:
             distance = self._distance(student.eval())
@@ -213,15 +204,12 @@ class Stage:
             shutil.rmtree(checkpoints, ignore_errors=True)
         self.process.wait_for_everyone()
 
-    def _train(self, student: Any, stages: list[dict[str, Any]], checkpoints: Path, begin: float) -> dict[str, Any]:
+    def _train(self, student: Any, stages: list[dict[str, Any]], checkpoints: Path) -> dict[str, Any]:
         """Train the student; return the best epoch and the log."""
         host = self.host
         teacher = host.read(teacher_of(host, self.parent)) if host.options.uses_teacher else None
         layers = compared_layers(host, self.number, stages)
-        preparation = time.monotonic() - begin
-        return DistillTrainer(
-            host, student, teacher, layers, self.examples, checkpoints, self.number, preparation
-        ).run()
+        return DistillTrainer(host, student, teacher, layers, self.examples, checkpoints, self.number).run()
 
     def _distance(self, student: Any) -> Summary:
         """Summarise the distance of the student's answers from the unpruned model's; empty without texts to compare."""
@@ -229,10 +217,8 @@ class Stage:
         if not texts:
             return {}
         dense: Any = self.host.read(self.host.options.pretrained)
-        passes = pass_distances(
-            logits_of(dense.to(self.process.device)), {"": logits_of(student.to(self.process.device))}, texts
-        )
-        return summarize(Distances(texts, {"": [distances for *_, distances in passes]}, {}).frame(""))
+        device = self.process.device
+        return summarize_texts(other_distances(logits_of(dense.to(device)), logits_of(student.to(device)), texts))
 
     def _write(self, student: Any, manifest: dict[str, Any], training: dict[str, Any]) -> None:
         """Write the trained model with `distillation.json`; after the last stage also loss curves and card."""

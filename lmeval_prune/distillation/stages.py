@@ -32,10 +32,7 @@ def check_pruning(options: DistillOptions, model_map: ModelMap) -> None:
     check_methods(*pruners, model_map, replace(removal, steps=1), True)
     check_cuttable(model_map, HEADS in removal.kinds)
     if HEADS in removal.kinds and removal.unit == "head" and any(1 < x.kv_heads < x.heads for x in model_map.attention):
-        raise InputError(
-            "unit=head keeps zeroed heads in groups with a shared key-value head, and training would change them; use "
-            "group or balanced"
-        )
+        raise InputError("unit=head keeps zeroed heads in groups, which training would change; use group or balanced")
 
 
 def foreign_methods(options: DistillOptions) -> dict[str, str]:

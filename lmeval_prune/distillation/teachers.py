@@ -3,30 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-from lmeval_prune.architectures import ModelMap, map_model
-from lmeval_prune.checkpoints import embedded
-from lmeval_prune.checkpoints.pruned import read_manifest
+from lmeval_prune.architectures import map_model
 from lmeval_prune.distillation.features import LayerMap
 from lmeval_prune.distillation.host import Host
 from lmeval_prune.distillation.options import FIRST, PREVIOUS
-from lmeval_prune.errors import InputError
-
-
-def check_teacher(host: Host, student: ModelMap) -> None:
-    """Raise an `InputError` if the teacher, or its layers, do not suit the model; no weights are read."""
-    options, name = host.options, host.options.other_teacher
-    if name:
-        host.check_teacher(name)
-    if name and options.uses_attention_maps:
-        manifest = read_manifest(host.backbone_folder(Path(embedded.resolve(options.pretrained)))) or {}
-        stages = [*manifest.get("stages", []), {"parent": student.signature()}]
-        if stages_since(stages, map_model(host.skeleton(name)).signature()) is None:
-            raise InputError(
-                f"the feature term compares heads, and the teacher {name} has other heads; give --terms response"
-            )
 
 
 def teacher_of(host: Host, parent: str) -> str:

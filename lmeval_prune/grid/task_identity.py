@@ -15,7 +15,6 @@ from lmeval_prune.artefacts import digest
 from lmeval_prune.models import generation
 from lmeval_prune.tasks.code import code_digest
 from lmeval_prune.tasks.loading import load_tasks
-from lmeval_prune.tasks.pass_at import PassAtTask
 from lmeval_prune.tasks.prompts import exemplars_of, training_documents
 
 if TYPE_CHECKING:
@@ -45,8 +44,6 @@ class TaskIdentity:
         draws = samples = False
         for name, task in sorted(load_tasks(manager, [grid_task.task]).items()):
             _configure(task, grid_task)
-            if isinstance(task, PassAtTask):
-                task.check_score()
             config = task.dump_config()
             shots = task.get_config("num_fewshot") or 0
             generates = task.get_config("output_type") == "generate_until"

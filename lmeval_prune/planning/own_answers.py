@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from lmeval_prune.architectures import map_model, position_limit
 from lmeval_prune.errors import InputError
@@ -58,13 +58,11 @@ class Sampling:
     """How answers are generated.
 
     Attributes:
-        samples: answers to each question.
         temperature: 0 for greedy answers.
         max_gen_toks: tokens of an answer at most; None: the task's.
         seed: of sampled answers.
     """
 
-    samples: int = 1
     temperature: float = 0.0
     max_gen_toks: int | None = None
     seed: int = 0
@@ -87,9 +85,7 @@ class Sampling:
         """Raise `InputError` if answers can be as long as the positions of a model; None: it names no number."""
         length = self.length(task)
         if positions is not None and length >= positions:
-            raise InputError(
-                f"max_gen_toks={length} leaves no room for a prompt, since {name} has {positions} positions; give fewer"
-            )
+            raise InputError(f"max_gen_toks={length} leaves no room for a prompt: {name} has {positions} positions")
 
 
 @dataclass(frozen=True)
@@ -112,8 +108,8 @@ class Answerer:
     add_bos_token: bool | None = None
     source: str | None = None
 
-    def answers(self, model: Any, questions: Sequence[Question], disable_tqdm: bool = False) -> list[list[OwnAnswer]]:
-        """Return a model's answers to each question, from the store or generated now, with its interventions."""
+    def answers(self, model: Any, questions: Sequence[Question], disable_tqdm: bool = False) -> list[OwnAnswer]:
+        """Return a model's answer to each question, from the store or generated now, with its interventions."""
         bos = {} if self.add_bos_token is None else {"add_bos_token": self.add_bos_token}
         engine = {"engine": "batched", "deterministic": True}
         with _quiet_hf():
@@ -122,9 +118,7 @@ class Answerer:
             )
         lm.fixed_seed = self.sampling.seed
         try:
-            requests = [
-                request for question in questions for request in [self._request(question)] * self.sampling.samples
-            ]
+            requests = [self._request(question) for question in questions]
             texts = lm.generate_until(requests, disable_tqdm=disable_tqdm)
             records = lm.answering.stored("generate_until", requests)
             pairs = zip(requests, texts, records, strict=True)
@@ -133,15 +127,12 @@ class Answerer:
             lm.answering.store.compact()
         finally:
             lm.close()
-        size = self.sampling.samples
-        return [answers[start : start + size] for start in range(0, len(answers), size)]
+        return answers
 
     def _request(self, question: Question) -> Any:
         arguments = question.prompt, self.sampling.settings(self.task)
-        source, repeats = self.source or str(self.task.task_name), self.sampling.samples
-        return compat.request(
-            "generate_until", arguments, source, question.number, repeats, doc=dict(question.document)
-        )
+        source = self.source or str(self.task.task_name)
+        return compat.request("generate_until", arguments, source, question.number, doc=dict(question.document))
 
     def _answer(self, lm: PrunedHFLM, request: Any, text: str, record: Mapping[str, Any]) -> OwnAnswer:
         params, _ = generation.engine_settings(lm, request.args[1])
@@ -163,19 +154,11 @@ class Answerer:
         encoded: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
         return encoded
 
-    def outcomes(
-        self, questions: Sequence[Question], answers: Sequence[Sequence[OwnAnswer]], metric: str | None = None
-    ) -> list[list[bool]]:
-        """Return whether each answer is right, by the task's own filter and metric; `metric` as in `choose_metric`."""
-        name, _ = tries.choose_metric(self.task, metric)
-        documents = [
-            question.document
-            for question, question_answers in zip(questions, answers, strict=True)
-            for _ in question_answers
-        ]
-        texts = [answer.text for question_answers in answers for answer in question_answers]
-        rights = iter(tries.outcomes(self.task, name, documents, texts))
-        return [[next(rights) for _ in question_answers] for question_answers in answers]
+    def outcomes(self, questions: Sequence[Question], answers: Sequence[OwnAnswer]) -> list[bool]:
+        """Return whether each answer is right, by the task's own filter and metric; see `choose_metric`."""
+        name, _ = tries.choose_metric(self.task)
+        documents, texts = [question.document for question in questions], [answer.text for answer in answers]
+        return tries.outcomes(self.task, name, documents, texts)
 
 
 @contextmanager
@@ -216,7 +199,7 @@ class OwnText(TextSource):
             logger.warning("%s has %d of %d training questions", options.task, len(numbers), options.windows)
         chat = tokenizer if options.apply_chat_template else None
         self.questions = [Question(n, documents[n], prompt_of(task, documents[n], chat)) for n in numbers]
-        sampling = Sampling(options.samples, options.sample_temperature, options.max_gen_toks, options.seed)
+        sampling = Sampling(options.sample_temperature, options.max_gen_toks, options.seed)
         sampling.check_room(task, "this model", position_limit(skeleton))
         self.answerer = Answerer(task, tokenizer, sampling, responses, options.add_bos_token)
 
@@ -238,23 +221,21 @@ class OwnText(TextSource):
 
 def calibration_text(
     name: str,
-    answers: Sequence[Sequence[OwnAnswer]],
+    answers: Sequence[OwnAnswer],
     sampling: Sampling,
     prompts_count: bool,
     batch: int = 8,
     tokenisation: Mapping[str, Any] | None = None,
 ) -> CalibrationText:
     """Make calibration text of own answers, each with its prompt in a row; the arguments are recorded with it."""
-    flat = [answer for question_answers in answers for answer in question_answers]
     settings = {
         "questions": len(answers),
-        "samples": sampling.samples,
         "temperature": sampling.temperature,
         "seed": sampling.seed,
         "prompts_count": prompts_count,
-        "cut_off": sum(answer.cut_off for answer in flat),
+        "cut_off": sum(answer.cut_off for answer in answers),
     }
-    rows = [(answer.prompt, answer.tokens) for answer in flat]
+    rows = [(answer.prompt, answer.tokens) for answer in answers]
     record = {**(tokenisation or {}), "own_answers": settings}
     return CalibrationText.from_answers(name, rows, batch, prompts_count, record)
 
@@ -263,63 +244,3 @@ def check_generative(task: Any) -> None:
     """Raise `InputError` for a task whose questions are not answered by generated texts."""
     if task.get_config("output_type") != "generate_until":
         raise InputError(f"task {task.task_name} is not generative, and own answers are generated; name another task")
-
-
-# --------------------------------------------------------------------------- what a student learns
-
-
-class Lesson(NamedTuple):
-    """What a student learns: token ids of a prompt and of an answer with its end token, and the question's place."""
-
-    question: int  # index in the list of questions
-    prompt: tuple[int, ...]
-    answer: tuple[int, ...]
-
-
-class Lessons(NamedTuple):
-    """Lessons of a teacher, the questions without any, and counts for a report."""
-
-    lessons: list[Lesson]
-    without: list[int]  # indices of the questions without an answer that is kept
-    counts: dict[str, int]
-
-
-def lessons_of(
-    answerer: Answerer,
-    teacher: Any,
-    questions: Sequence[Question],
-    keep: Literal["right", "all", "unscored"] = "right",
-    metric: str | None = None,
-) -> Lessons:
-    """Return a teacher's sampled answers to questions as a student learns them.
-
-    An answer that was cut off has no end, and is not kept. Equal answers to a question are kept once.
-
-    Args:
-        answerer: task, tokenizer and sampling.
-        teacher: the model.
-        questions: training questions, or prompts.
-        keep: `right`: answers that the task's own scorer finds right; `all`; `unscored`: all, and none is scored.
-        metric: as in `choose_metric`.
-    """
-    answers = answerer.answers(teacher, questions)
-    rights = [] if keep == "unscored" else answerer.outcomes(questions, answers, metric)
-    lessons, without = list[Lesson](), list[int]()
-    for index, question_answers in enumerate(answers):
-        passing = rights[index] if keep == "right" else [True] * len(question_answers)
-        lesson_answers = [
-            answer for answer, passes in zip(question_answers, passing, strict=True) if passes and not answer.cut_off
-        ]
-        lessons += [
-            Lesson(index, *pair) for pair in dict.fromkeys((answer.prompt, answer.tokens) for answer in lesson_answers)
-        ]
-        without += [] if lesson_answers else [index]
-    counts = {
-        "questions": len(questions),
-        "answers": sum(map(len, answers)),
-        **({} if keep == "unscored" else {"right": sum(map(sum, rights))}),
-        "cut_off": sum(answer.cut_off for question_answers in answers for answer in question_answers),
-        "kept": len(lessons),
-        "questions_without": len(without),
-    }
-    return Lessons(lessons, without, counts)

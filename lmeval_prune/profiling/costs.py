@@ -14,7 +14,6 @@ from lmeval_prune.architectures import ModelMap, input_device, map_model
 from lmeval_prune.architectures.blocks import in_features, is_transposed, out_features
 
 PROMPT_TOKENS = 128  # of the prompt whose FLOPs are written to results files
-SAME_BLOCKS = {"mistral": "llama"}  # model types of classes with the same blocks: a cut Llama may be written as Mistral
 
 
 def cost_columns(model: Any) -> dict[str, int | None]:

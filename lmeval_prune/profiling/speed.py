@@ -47,20 +47,7 @@ def measure(
     progress: Callable[[str], None] = lambda _: None,
     answerers: Answerers = MappingProxyType({}),
 ) -> dict[str, dict[str, float]]:
-    """Return the median tokens per second of models over the rounds of `measure_rounds`."""
-    return {
-        name: {kind: round(statistics.median(values), 2) for kind, values in kinds.items()}
-        for name, kinds in measure_rounds(models, work, progress, answerers).items()
-    }
-
-
-def measure_rounds(
-    models: Mapping[str, Any],
-    work: Workload,
-    progress: Callable[[str], None] = lambda _: None,
-    answerers: Answerers = MappingProxyType({}),
-) -> dict[str, dict[str, list[float]]]:
-    """Return the tokens per second of models in each round; in a round, they are timed one after the other.
+    """Return the median tokens per second of models over rounds, in each of which they are timed one after the other.
 
     Returns:
         By model, then by pass and batch size: `prefill_1`, `decode_1` for causal models, `forward_1` for others; and
@@ -76,7 +63,10 @@ def measure_rounds(
                 progress(f"round {number + 1} of {work.rounds}, batch {batch}: {name}")
                 for kind, rate in _time(model, work, batch, work.new, answerers).items():
                     rates[name].setdefault(f"{kind}_{batch}", []).append(rate)
-    return rates
+    return {
+        name: {kind: round(statistics.median(values), 2) for kind, values in kinds.items()}
+        for name, kinds in rates.items()
+    }
 
 
 def peak_memory(folder: str, work: Workload, device: Any = "cpu") -> float:
@@ -115,7 +105,7 @@ def _time(
 ) -> dict[str, float]:
     """Return the tokens per second of a model at one batch size, by pass and answerer."""
     inputs = random_inputs(model, batch, work.prompt)
-    if _is_causal(model):
+    if model.can_generate() and not getattr(model.config, "is_encoder_decoder", False):
         ids = inputs["input_ids"]
         rates = decoding_rates(model, ids, new, work.clock, logits_to_keep=1)
         answered = {name: answer(model, ids, new, work.clock) for name, answer in answerers.items()}
@@ -176,10 +166,6 @@ def _processor() -> str:
     lines = facts.read_text(encoding="ascii", errors="replace").splitlines() if facts.is_file() else []
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return next(names, platform.processor() or platform.machine())
-
-
-def _is_causal(model: Any) -> bool:
-    return model.can_generate() and not getattr(model.config, "is_encoder_decoder", False)
 
 
 def _run_timed(function: Callable[[], Any], device: torch.device, clock: str) -> tuple[Any, float]:

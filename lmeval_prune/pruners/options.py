@@ -119,7 +119,6 @@ class AnswerOptions(Settings):
     Attributes:
         calibrate_on: task (problems with the answers of the data) or own (prompts of the problems with the model's own
             answers)
-        samples: own answers to each question; several need a sample_temperature
         sample_temperature: temperature of own answers; 0: greedy
         max_gen_toks: tokens of an own answer at most (default: the task's)
         prompts_count: measure prompts of own answers, too; false: only the tokens of the answers
@@ -129,17 +128,11 @@ class AnswerOptions(Settings):
     """
 
     calibrate_on: Literal["task", "own"] = "task"
-    samples: Count = 1
     sample_temperature: NonNegative = 0.0
     max_gen_toks: Count | None = None
     prompts_count: bool = True
     regenerate: Natural = 1
     responses: str | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.samples > 1 and not self.sample_temperature:
-            raise InputError(f"samples={self.samples} greedy answers are one and the same; give a sample_temperature")
 
 
 @dataclass(frozen=True)

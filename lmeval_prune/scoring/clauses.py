@@ -69,13 +69,12 @@ _FACTOR = re.compile(rf"(?:{_OPERATOR}|\\[A-Za-z]+)\s*$")  # before a bracket th
 # of a clause with sides: 3 shirts cost 12
 VERBS = re.compile(rf"(?<!to )\b(?:{'|'.join(words('verbs'))})\b|\bget\b", re.IGNORECASE)
 _TO_THE_NUMBER = re.compile(rf"\s*(?:{phrases('before_the_number')} ?)*#", re.IGNORECASE)
-_CONDITIONS, CONCLUSIONS = words("conditions"), words("conclusions")
+CONCLUSIONS = words("conclusions")
 _WORD = re.compile(rf"(?<!\\)\b[A-Za-z]+(?:['’][A-Za-z]+)*|{_CHINESE}+")  # don't, 答案
 _SAID, _CHINESE_SAID = words("said_with_a_number"), re.compile(f"{phrases('said_with_a_number', 'zh')}$")
+
+
 _COMPUTED = re.compile(rf"#[^#]*{_OPERATOR}\s?[({{]*#|# x #")  # 9 apples + 3
-_COMPUTES = re.compile(  # with a variable
-    rf"#{_NAME}(?!\s?[#-])|{_NAME}\s?[⁰¹²³⁴-⁹]|#\s?{_OPERATOR}\s?{_NAME}|{_NAME}\s?{_OPERATOR}\s?(?:#|$)"
-)
 
 Side = tuple[int, int]  # a range of the outline
 
@@ -181,12 +180,12 @@ class Prose:
     def _clause(self, start: int, stop: int, opener: str) -> Clause:
         signs = [i for i in range(start, stop) if self.outline[i] in "=→"]
         equates = any(self.outline[i] == "=" for i in signs)
-        verb = self._verb(start, signs[-1] + 1 if signs else start, stop)
+        verb = self._verb(signs[-1] + 1 if signs else start, stop)
         ends = [(i, i + 1) for i in signs] + ([verb] if verb else [])
         sides = zip([start, *(end for _, end in ends)], [*(begin for begin, _ in ends), stop], strict=True)
         return Clause(tuple(s for s in sides if self.outline[s[0] : s[1]].strip()), opener, equates and not verb)
 
-    def _verb(self, start: int, last_side: int, stop: int) -> tuple[int, int] | None:
+    def _verb(self, last_side: int, stop: int) -> tuple[int, int] | None:
         """Return the verb between two numbers of a clause's last side."""
         verb = VERBS.search(self.outline, last_side, stop)
         if (
@@ -194,13 +193,6 @@ class Prose:
             or not self.within(last_side, verb.start())
             or not _TO_THE_NUMBER.match(self.outline, verb.end(), stop)
         ):
-            return None
-        is_counted = (
-            last_side > start
-            and self.words(last_side, stop).startswith("#")
-            and self.words(last_side, verb.start()) != "#"
-        )
-        if is_counted and self.first_word(start) not in _CONDITIONS:  # not `for x = 3 the value is 12`
             return None
         return verb.span()
 
@@ -230,10 +222,6 @@ class Prose:
         return all(
             word.lower() in _SAID or _CHINESE_SAID.search(word) for word in _WORD.findall(self.outline[start:position])
         )
-
-    def is_unsolved(self, side: Side) -> bool:
-        """Return whether a side computes with a name: 2x, x^2, |x|, x + 15."""
-        return bool(_COMPUTES.search(self.outline[side[0] : side[1]].strip()))
 
     def is_part(self, position: int, start: int, stop: int) -> bool:
         """Return whether a number is part of something larger: by what stands at its sides, or by the words around it."""

@@ -228,7 +228,9 @@ def _verdict(answer: str, gold: str, forms: dict[str, Form | str], needed: dict[
             failed.append(verdict)
         return verdict == "equal"
 
-    answer = _in_radians(answer) if "pi" in gold else answer
+    answer = (
+        _DEGREES.sub(r"\\frac{(\1) \\cdot \\pi}{180}", spelled(_RADIANS.sub("", answer))) if "pi" in gold else answer
+    )
     answer = _once(answer) if "(" in answer else answer
     if (same := _same_numbers(answer, gold)) is not None:
         return "equal" if same else "different"
@@ -251,10 +253,6 @@ def _once(answer: str) -> str:
     twice = _TWICE.fullmatch(line(answer))
     number, repetition = (number_of(twice[1]), number_of(twice[2])) if twice else (None, None)
     return str(twice[1]) if twice and number and repetition and same_number(number, repetition, exact=True) else answer
-
-
-def _in_radians(answer: str) -> str:
-    return _DEGREES.sub(r"\\frac{(\1) \\cdot \\pi}{180}", spelled(_RADIANS.sub("", answer)))
 
 
 def easy_verdict(answer: str, gold: str) -> bool | None:

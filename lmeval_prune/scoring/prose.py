@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from fractions import Fraction
 from functools import lru_cache
 
-from lmeval_prune.scoring.clauses import CONCLUSIONS, UNIT_LETTERS, VERBS, Clause, Prose, Side
+from lmeval_prune.scoring.clauses import CONCLUSIONS, UNIT_LETTERS, VERBS, Clause, Prose
 from lmeval_prune.scoring.normalisation import clean, line
 from lmeval_prune.scoring.numbers import MAX_DIGITS, Number, find_numbers, rounds_to, same_number
 from lmeval_prune.scoring.vocabulary import pattern, phrases, words
@@ -19,11 +19,8 @@ from lmeval_prune.scoring.vocabulary import pattern, phrases, words
 # Words that begin a clause; a comparison, two cases, what others share, a result without its subject.
 _REASONS = words("reasons")
 _SUPPOSES = pattern("suppositions")  # if 3 shirts cost 12
-# for x = 3, …
-_CONDITION = re.compile(rf"(?:{'|'.join(words('conditions'))})\b|{phrases('suppositions', 'zh')}", re.IGNORECASE)
 _COMPARES = re.compile(phrases("compares"))  # which is 3 more than 9; attained at x = 2
 _DEPENDS = re.compile(phrases("depends"))  # 12 if he won and 13 if not
-_RESULTS = re.compile(f"(?:{phrases('results_of_it')}[ .]*+)+#")
 _STATES = re.compile(rf"\b(?:{'|'.join(words('states'))})\b")  # 3 of which are bad
 _CONCLUDES = re.compile(rf"{phrases('conclusions')}\b|{phrases('concluding', 'zh')}")  # so they need 5 cars
 _RATE = re.compile(rf"{phrases('rates')}\b|{phrases('rates', 'zh')}")  # each with 12 seats
@@ -71,18 +68,14 @@ def _first_number(prose: Prose) -> int | None:
         number = number_of_clause(prose, clause)
         if number is not None:
             return None if _has_alternatives(prose, clause, number, clauses[i + 1 :]) else number
-        following = prose.words(clauses[i + 1].start, clauses[i + 1].stop) if i + 1 < len(clauses) else ""
-        if not _RESULTS.match(following) or len(prose.within(clause.start, clause.stop)) < 2:
-            return None
     return None
 
 
 def _stating_clauses(prose: Prose) -> list[Clause]:
-    """Return the clauses from the first that is no condition; after a sentence, what it concludes."""
+    """Return the clauses; after a sentence, those of what it concludes."""
     clauses = prose.clauses()
     if len(clauses) < 2:
         return clauses
-    clauses = [clause for clause in clauses if not _is_condition(prose, clause)] or clauses
     first, *rest = clauses
     if len(first.sides) > 1 or not VERBS.search(prose.outline, first.start, prose.within(*first.sides[0])[0]):
         return clauses
@@ -94,7 +87,7 @@ def _last_number(prose: Prose) -> int | None:
     clauses = prose.clauses()
     # if we add them they are 3 + 4 = 7
     ends = [c for c in clauses[-1:] if prose.results(c) and not prose.first_word(c.stop + 1)]
-    clauses = [c for c in clauses if not _is_condition(prose, c, _SUPPOSES)] or ends
+    clauses = [c for c in clauses if not _is_condition(prose, c)] or ends
     stated = [clause for clause in _without_rates(prose, clauses) if not _is_reason(prose, clause)]
     stated = [c for c in stated if not _COMPARES.match(prose.words(c.start, c.stop))] or stated
     clauses = [clause for clause in stated if prose.free(*clause.sides[-1])] or stated or clauses
@@ -116,10 +109,10 @@ def _begins_with(prose: Prose, clause: Clause, begin: frozenset[str]) -> bool:
     return clause.opener in begin or prose.first_word(clause.start) in begin
 
 
-def _is_condition(prose: Prose, clause: Clause, begins: re.Pattern[str] = _CONDITION) -> bool:
+def _is_condition(prose: Prose, clause: Clause) -> bool:
     """Return whether a clause begins as a condition, and holds no result (`if x = 3 then it is 12`)."""
     written = prose.words(clause.start, clause.stop)
-    return bool(begins.match(written)) and len(clause.sides) < 3 and " then " not in written
+    return bool(_SUPPOSES.match(written)) and len(clause.sides) < 3 and " then " not in written
 
 
 def number_of_clause(prose: Prose, clause: Clause) -> int | None:
@@ -131,9 +124,7 @@ def number_of_clause(prose: Prose, clause: Clause) -> int | None:
 
 def _number_of_sides(prose: Prose, clause: Clause) -> int | None:
     sides = clause.sides
-    if re.fullmatch("[a-z]", prose.words(*sides[-1])):  # 10 = b
-        return prose.lone(sides[-2], final=True)
-    if _is_unsolved(prose, sides):
+    if any(re.search(r"\b(?:or|and) \S+$", prose.words(*side)) for side in sides[1:-1]):  # x = 3 or y = 5
         return None
     first, final = prose.lone(sides[0]), prose.lone(sides[-1], final=True)
     is_quotient = first is not None and prose.numbers[first].is_quotient
@@ -143,15 +134,8 @@ def _number_of_sides(prose: Prose, clause: Clause) -> int | None:
         if prose.outline[sides[0][1]] == "→":  # 3 → 12
             return None
         if clause.equates and not (final is not None and prose.same(first, final)):
-            return None if prose.is_unsolved(sides[-1]) else first
+            return first
     return final
-
-
-def _is_unsolved(prose: Prose, sides: tuple[Side, ...]) -> bool:
-    """Return whether sides give no value, or several: 2x = x + 15; x = 3 or y = 5."""
-    if any(re.search(r"\b(?:or|and) \S+$", prose.words(*side)) for side in sides[1:-1]):
-        return True
-    return prose.is_unsolved(sides[-2]) and not any(re.fullmatch("[a-z]", prose.words(*side)) for side in sides)
 
 
 def _number_of_phrase(prose: Prose, start: int, stop: int) -> int | None:

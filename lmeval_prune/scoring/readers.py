@@ -13,7 +13,7 @@ from lmeval_prune.scoring.normalisation import line, plain
 from lmeval_prune.scoring.prose import is_bare_number, number_of, numbers_in, read_number
 from lmeval_prune.scoring.retractions import mistakes_of_others
 from lmeval_prune.scoring.statements import CONSENT, CUT_OFF, DENIED, MAX_END, MAX_PHRASE, Reader
-from lmeval_prune.scoring.text import COMPUTED, GIVES_UP, PROSE, TextReader, concluding_sentences, main_clause
+from lmeval_prune.scoring.text import GIVES_UP, TextReader, concluding_sentences, main_clause
 from lmeval_prune.scoring.vocabulary import phrases, words
 
 _DIGIT = re.compile(r"[\d¼-¾⅐-⅞]")
@@ -23,12 +23,12 @@ _DIGIT = re.compile(r"[\d¼-¾⅐-⅞]")
 _NOTHING = re.compile(rf"\W*{phrases('nothing')}\b", re.IGNORECASE)  # no solution
 _BULLET = re.compile(r"^\s*(?:[-*•–—>]|\d{1,2}[.)])\s+")  # 1) 12
 _INVERTED = re.compile(phrases("inverted"), re.IGNORECASE)  # so 12 it is
+_BOLD_APPOSED = re.compile(  # a rise of **9** euros; it is step **9**
+    rf"\b(?:an? (?!{phrases('parts_of')}\b)[a-z]+ of|(?<=is ){phrases('numbered')}) (?=\*\*[$£€]?-?\d)"
+)
 _FOOTNOTE = re.compile(  # 12 [1]
     r"(?<=[\w.%)}*`$]) ?\[(?:\d{1,2}|[a-z*†]|(?:see|note|from|source|step|table|ref) [^\]\n]{1,40})\](?=[\s.,;:!?]|$)"
     r"|[†‡]|(?<![⁻⁰¹²³⁴-⁹])¹(?![⁰¹²³⁴-⁹])"
-)
-_BOLD_APPOSED = re.compile(  # a rise of **9** euros; it is step **9**
-    rf"\b(?:an? (?!{phrases('parts_of')}\b)[a-z]+ of|(?<=is ){phrases('numbered')}) (?=\*\*[$£€]?-?\d)"
 )
 _DOZENS = re.compile(rf"({phrases('computed')}[\d.,]*) dozens?\b")  # 36/12 = 3 dozen
 # is 12
@@ -54,7 +54,6 @@ _CHOSEN = re.compile(
     rf"|(?:^|[,;] )(?:{phrases('conclusions')}\b,? )?(?:the )?(?:option|choice|answer) \(?([A-K])\)? is (?:correct|right)\W*$",
     re.IGNORECASE,
 )
-_NOT_CHOSEN = re.compile(rf"\b(?:{phrases('others_answer')}|{phrases('refusing')})\b", re.IGNORECASE)
 _CONDITION = re.compile(rf"\W*(?:{'|'.join(words('conditions'))})\b", re.IGNORECASE)  # since x > 0
 _REJECTION = re.compile(  # of another value: we reject 12
     rf"(?:^|[,;.]\s+)(?:{phrases('conclusions')}\b,? |and )?(?:i|we|you|one) (?:\w+ ){{0,2}}{phrases('rejecting')}\b.*?(?=[,;]\s|\band\b|\W*$)",
@@ -75,11 +74,6 @@ _ALGEBRA = (
 )
 
 
-_DENIED_OF_IT = re.compile(  # 5 + 2 = 7 seats are not used
-    rf"\b{phrases('denying')}(?! (?:be|a|an|the|it|this|that|so|possible|enough|true|valid|right|correct|hold|work|fit)\b)(?= [a-z])"
-)
-
-
 def _main_clause(sentence: str) -> str:
     """Return the clause of a sentence with its last number, and a question mark after it."""
     clauses = [clause for clause in _CLAUSE.split(sentence) if _DIGIT.search(clause)]
@@ -89,9 +83,7 @@ def _main_clause(sentence: str) -> str:
 def _states_nothing(sentence: str) -> bool:
     """Return whether a sentence calls its own value wrong, plans or denies."""
     plans = _PLANS.search(sentence) and not _STATES.search(sentence)
-    clause = _main_clause(sentence)
-    clause = _DENIED_OF_IT.sub("", clause) if COMPUTED.search(clause) else clause
-    return mistakes_of_others(sentence) or bool(plans or DENIED.search(clause))
+    return mistakes_of_others(sentence) or bool(plans or DENIED.search(_main_clause(sentence)))
 
 
 def _beside(sentence: str, rejection: re.Match[str]) -> str:
@@ -147,20 +139,13 @@ class NumberReader:
             if rejection := _REJECTION.search(words):
                 rejected += numbers_in(rejection.group())
                 words = _beside(words, rejection)
-            words = self._without_remarks(words)
+            words = _APPROXIMATION.sub(r"\1", words) if self.exact else words
             if self.algebra and _ASSIGNMENTS.fullmatch(words) and not _CONDITION.match(words):
                 return None
             if _DIGIT.search(words):
                 number = self._number(_BULLET.sub("", _IN_ALL.sub(", so ", words)), last=True)
                 return None if number in rejected else number
         return None
-
-    def _without_remarks(self, sentence: str) -> str:
-        """Return a sentence without approximations of an exact value, and the exclamation mark of an answer in words."""
-        sentence = _APPROXIMATION.sub(r"\1", sentence) if self.exact else sentence
-        if self.algebra and len(PROSE.findall(sentence)) > 1:
-            return re.sub(r"(?<=\d)!\s*$", "", sentence)  # It is 9!
-        return sentence
 
     def _number(self, text: str, last: bool = False) -> str | None:
         reading = read_number(text, last)
@@ -218,8 +203,7 @@ class MathematicsReader:
             sentence = line(next(concluding_sentences(text), ""))
             clause = main_clause(sentence)
             chosen = _CHOSEN.search(sentence) or _CHOSEN.search(clause)
-            denied = DENIED.search(clause) or (chosen and _NOT_CHOSEN.search(chosen.group()))
-            if denied:
+            if DENIED.search(clause):
                 return None
             return chosen[1] or chosen[2] if chosen else self._readers[0].read_end(text)
         return next((answer for reader in self._readers if (answer := reader.read_end(text))), None)
@@ -240,7 +224,6 @@ class ExpressionReader(FormulaReader):
             concluded = _CONCLUDED.split(sentence)[-1]
             stated = concluded if has_operator(concluded) and not has_operator(sentence) else sentence
             expressions.append(atoms.formula(letters[-1]) if letters else stated)
-        expressions = [expression for expression in expressions if re.search(r"\d", expression)]
         last = next(filter(has_operator, expressions), next(iter(expressions), None))
         return None if last is None or DENIED.search(last) else last
 

@@ -215,10 +215,8 @@ _ASSUMED = re.compile(  # before a statement, in its sentence
     r"|^\s*Had\b|\b(?i:check|test|verify)(?:ing|s)? (?:(?:our|the|this|that|my) )?$"
     rf"|{phrases('assumed_before', 'zh')}[^，。；,;\n]*$"
 )
-# Where an assumed statement ends; `would` in one, and what it depends on.
+# Where an assumed statement ends.
 _BUT = re.compile(rf"[,;]\s*(?:{phrases('buts')}|{phrases('buts', 'zh')})", re.IGNORECASE)
-_WOULD = re.compile(r"\bwould\b", re.IGNORECASE)
-_IF = re.compile(r"\b(?:if|were|had|without)\b", re.IGNORECASE)
 # An end that is cut off; `not 12 but`; a first step of a solution.
 CUT_OFF = re.compile(rf"\b{phrases('cut_off')}\s*$|[+×÷=]\s*$")
 # Answer: x = 3, and 3 + 4 = 7 follows
@@ -257,8 +255,7 @@ def extract(response: str, reader: Reader) -> Extraction:
 def _ends_at(text: str, appendix: re.Match[str], reader: Reader) -> bool:
     """Return whether an answer stands before an appendix, marked, concluded, bare or a paragraph apart, and none in it."""
     before, after = text[: appendix.start()], text[appendix.end() :]
-    last = next(reversed(sentences(before)), "")
-    concluded = before.endswith("\n\n") or _CONCLUDES.search(last) or reader.is_bare(before.strip())
+    concluded = before.endswith("\n\n") or reader.is_bare(before.strip())
     answer, how = _extract(before, reader)
     ends = how in MARKED or (concluded and not _CONCLUDES.search(after))
     return bool(answer and ends) and not statements(after)
@@ -347,8 +344,7 @@ def _after(text: str, sign: re.Match[str]) -> str:
 def _assumption(text: str, statement: Statement) -> tuple[int, int] | None:
     """Return the range of a statement that is assumed, or that others make, with its clause."""
     clause = re.split(r"[.!?。！？\n]", text[max(0, statement.start - 120) : statement.start])[-1]
-    would = _WOULD.search(text[statement.start : statement.end]) and _IF.search(clause)
-    if not would and not _ASSUMED.search(clause):
+    if not _ASSUMED.search(clause):
         return None
     ends = [end.start() for stop in (_BUT, _SENTENCE) if (end := stop.search(text, statement.start, statement.end))]
     return statement.start - len(clause), min(ends, default=statement.end)

@@ -16,13 +16,12 @@ import math
 import os
 import re
 import signal
-import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Literal
 
-from lmeval_prune.errors import InputError, first_line
+from lmeval_prune.errors import InputError
 
 if TYPE_CHECKING:
     from pebble import ProcessPool
@@ -70,17 +69,11 @@ class Verifier:
                 for verdict in self._ask(pairs[len(verdicts) :]):
                     verdicts.append(verdict)
                     failures = 0
-            except Exception as error:  # a broken pool raises many kinds; what it has not answered is asked again
+            except BaseException as error:  # a broken pool raises many kinds; what it has not answered is asked again
                 self.close()
                 failures += 1
-                if failures == STARTS:
-                    raise InputError(
-                        f"the processes that compare MATH answers do not start ({first_line(error)}); "
-                        f"`{sys.executable} -c 'from {__name__} import begin; begin()'` may say why"
-                    ) from error
-            except BaseException:  # an interrupt
-                self.close()
-                raise
+                if failures == STARTS or not isinstance(error, Exception):  # an interrupt
+                    raise
         return verdicts
 
     def _ask(self, pairs: Sequence[tuple[str, str]]) -> Iterator[Verdict]:

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import logging
 import shutil
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
 from typing_extensions import TypedDict
 
 from lmeval_prune.artefacts import read_json, write_text
-from lmeval_prune.errors import InputError, disk_error
+from lmeval_prune.errors import InputError
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +28,6 @@ CONTENTS = {
     ENCODER: "the encoder",
     "prompts_file": "the file of prompts",
 }
-FULL_DISK = 2**30  # free bytes below which a failed write by torch is reported as a full disk
 
 
 class _TrainerState(TypedDict):
@@ -71,7 +67,7 @@ def check_same_contents(contents: Mapping[str, Callable[[], Any]], stored: Mappi
     for name in contents:
         try:
             now = contents[name]()
-        except InputError as error:
+        except (InputError, OSError) as error:
             logger.warning("whether %s are the same as before is not known: %s", CONTENTS[name], error)
         else:
             check_same_settings({name: now}, stored, folder)
@@ -87,16 +83,7 @@ def _changed_contents(name: str, before: Any, now: Any) -> list[str]:
 def check_resumable(checkpoints: Path, settings: Mapping[str, Any]) -> None:
     """Raise an `InputError` if a folder of checkpoints has other options."""
     if (checkpoints / OPTIONS).is_file():
-        check_same_settings(settings, read_options(checkpoints), checkpoints)
-
-
-def read_options(checkpoints: Path) -> dict[str, Any]:
-    """Read the options of an incomplete training; `InputError` if the file is damaged."""
-    try:
-        options: dict[str, Any] = read_json(checkpoints / OPTIONS)
-    except InputError as error:
-        raise InputError(f"{error}; delete {checkpoints} to start again") from error
-    return options
+        check_same_settings(settings, read_json(checkpoints / OPTIONS), checkpoints)
 
 
 def write_options(checkpoints: Path, settings: Mapping[str, Any]) -> None:
@@ -120,17 +107,3 @@ def last_checkpoint(checkpoints: Path) -> str | None:
         else:
             complete[step] = folder
     return str(complete[max(complete)]) if complete else None
-
-
-@contextmanager
-def report_full_disk(checkpoints: Path) -> Iterator[None]:
-    """Raise a `DiskError` of one line instead of the errors of torch and safetensors on a full disk."""
-    try:
-        yield
-    except (OSError, RuntimeError, SafetensorError) as error:
-        if full_disk := disk_error(error, checkpoints):
-            raise full_disk from error
-        is_torch_save = any(word in str(error) for word in ("iostream", "inline_container"))
-        if not (is_torch_save and shutil.disk_usage(checkpoints).free < FULL_DISK):
-            raise
-        raise disk_error(OSError(errno.ENOSPC, ""), checkpoints) from error  # type: ignore[misc]

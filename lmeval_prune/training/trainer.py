@@ -40,37 +40,31 @@ class BatchesByLength(Sampler[int]):
     def __iter__(self) -> Iterator[int]:
         generator = random.Random(f"{self.seed}:{self.epoch}")
         order = generator.sample(range(len(self)), len(self))
-        span = self.SPAN * self.batch
-        order = [index for i in range(0, len(order), span) for index in sorted(order[i : i + span], key=self._length)]
+        span, length = self.SPAN * self.batch, self.lengths.__getitem__
+        order = [index for i in range(0, len(order), span) for index in sorted(order[i : i + span], key=length)]
         batches = [order[i : i + self.batch] for i in range(0, len(order), self.batch)]
         last = batches.pop()  # may be smaller
         generator.shuffle(batches)
         yield from (index for batch in [*batches, last] for index in batch)
 
-    def _length(self, index: int) -> int:
-        return self.lengths[index]
-
 
 class Progress(TrainerCallback):
-    """Callback that prints the remaining time at each log, and each minute; each log gets the elapsed time.
+    """Callback that prints the remaining time at each log; each log gets the elapsed time.
 
     Args:
         name: prefix of each line.
         following: number of trainings of the same length that follow.
-        preparation: seconds that each of them needs before its first step.
     """
 
     LOSSES = ("loss", "response", "feature", "task")  # that a row of a training step may have
     VALIDATION_METRICS = ("eval_accuracy", "eval_task", "eval_loss")
-    SILENCE = 60.0  # seconds; an epoch can take longer
 
-    def __init__(self, name: str = "", following: int = 0, preparation: float = 0.0) -> None:
-        self.name, self.following, self.preparation = name, following, preparation
+    def __init__(self, name: str = "", following: int = 0) -> None:
+        self.name, self.following = name, following
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         """Start the clock."""
         self.start, self.first_step = time.monotonic(), state.global_step
-        self.printed = self.start
         if self.first_step:
             self._print(f"{self.name}resumes after epoch {state.epoch:.2f}", state)
 
@@ -88,7 +82,8 @@ class Progress(TrainerCallback):
             )
             self.clocks = clocks
             losses = _format_row(row, self.LOSSES)
-            text = f"{self._position(args, state)}: {losses}, {row['seconds']:.0f} s; {self._remaining_time(state)}"
+            position = f"{self.name}epoch {state.epoch:.2f} of {args.num_train_epochs:.0f}"
+            text = f"{position}: {losses}, {row['seconds']:.0f} s; {self._remaining_time(state)}"
         elif "eval_loss" in row:
             text = f"  validation: {_format_row(row, self.VALIDATION_METRICS)}"
             self.clocks = time.monotonic(), time.process_time()  # validation is no part of the next row
@@ -96,23 +91,14 @@ class Progress(TrainerCallback):
             return
         self._print(text, state)
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-        """Print a line if there was none for `SILENCE` seconds and there is no bar."""
-        if args.disable_tqdm and time.monotonic() - self.printed > self.SILENCE:
-            self._print(f"{self._position(args, state)}; {self._remaining_time(state)}", state)
-
-    def _position(self, args: Any, state: Any) -> str:
-        return f"{self.name}epoch {state.epoch:.2f} of {args.num_train_epochs:.0f}"
-
     def _remaining_time(self, state: Any) -> str:
         """Return an estimate of the remaining time."""
         steps = state.max_steps * (1 + self.following) - state.global_step
         per_step = (time.monotonic() - self.start) / max(1, state.global_step - self.first_step)
-        return f"at most about {(per_step * steps + self.following * self.preparation) / 60:.1f} min left"
+        return f"at most about {per_step * steps / 60:.1f} min left"
 
     def _print(self, text: str, state: Any) -> None:
         """Print a line, in one of the processes."""
-        self.printed = time.monotonic()
         if state.is_world_process_zero:
             print(text, flush=True)
 
@@ -189,9 +175,7 @@ class ResumableTrainer(Trainer):
         with fast_products():
             self.train(resume_from_checkpoint=last_checkpoint(Path(str(self.args.output_dir))))
         if not _has_finite_weights(self.model):
-            raise InputError(
-                "the training has diverged: weights are NaN or infinite; give a smaller --rate, and another output"
-            )
+            raise InputError("the training has diverged: weights are NaN or infinite; give a smaller --rate")
         best = self.state.best_global_step or self.state.global_step
         return {
             "best_epoch": round(best / self.state.max_steps * self.args.num_train_epochs, 2),

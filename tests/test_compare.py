@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import io
 import itertools
 import json
 import math
@@ -447,11 +445,10 @@ OLD_RUNS = ROOT / "tests" / "old_runs"
 
 
 def test_runs_that_old_versions_wrote() -> None:
-    """Each has the figures of its results file, and all are compared with each other: 0.4.2 to 0.4.7 drew the same."""
+    """Each has the figures of its results file, and both are compared with each other."""
     versions = sorted(path.name for path in OLD_RUNS.iterdir() if path.is_dir())
-    assert versions == ["0.4.12", "0.4.2", "0.4.3", "0.4.7"]
     for metric in ("exact_match,start", "acc_norm", "bits_per_byte", None):
-        comparison = compare([f"{name}={OLD_RUNS / name}" for name in versions], "0.4.2", metric=metric)
+        comparison = compare([f"{name}={OLD_RUNS / name}" for name in versions], "0.4.7", metric=metric)
         assert {"old_words", "old_choice", "old_texts"} <= set(comparison.tasks)
         for name in versions:
             (path,) = (OLD_RUNS / name).glob("results*.json")
@@ -459,11 +456,6 @@ def test_runs_that_old_versions_wrote() -> None:
             for task in ("old_words", "old_choice", "old_texts"):
                 (column,) = comparison.tables[task].columns
                 assert comparison.rows[name, task].mean == pytest.approx(figures[task][column], rel=1e-9), (name, task)
-        for task in ("old_words", "old_choice", "old_texts"):
-            for name in ("0.4.3", "0.4.7"):
-                row = comparison.rows[name, task]
-                assert (row.difference, row.better, row.worse) == (0, 0, 0)
-                assert row.same_answers in (None, 1) and row.choice_kld in (None, 0)
 
 
 def old_run(target: Path, *at: Any, value: Any = None, task: str = "") -> Path:
@@ -477,22 +469,6 @@ def old_run(target: Path, *at: Any, value: Any = None, task: str = "") -> Path:
     inner[at[-1]] = value
     path.write_text("\n".join([json.dumps(content), *others]))
     return target
-
-
-@pytest.mark.parametrize(
-    ("task", "at", "value"),
-    [
-        ("", ["results", "old_choice", "acc,none"], "0.5"),
-        ("old_choice", ["doc_hash"], None),
-        ("old_choice", ["acc"], "1.0"),
-        ("old_choice", ["resps"], [[["-1", "False"]], [["-2", "False"]]]),
-        ("old_words", ["resps", 0], []),
-    ],
-)
-def test_damaged_logs_are_refused(tmp_path: Path, task: str, at: list[Any], value: Any) -> None:
-    damaged = old_run(tmp_path / "damaged", *at, value=value, task=task)
-    with pytest.raises(InputError):
-        compare([str(OLD_RUNS / "0.4.12"), str(damaged)])
 
 
 @pytest.mark.parametrize("figure", [None, math.nan])
@@ -528,27 +504,6 @@ def test_documents_in_another_order_are_paired(tmp_path: Path) -> None:
     shutil.copytree(second, tmp_path / "both")
     shutil.copytree(first, tmp_path / "both", dirs_exist_ok=True, copy_function=partial(copy_as, "7"))
     assert compare([str(first), f"both={tmp_path / 'both'}"]).rows["both", "old_choice"].choice_kld == 0
-
-
-def test_an_ascii_terminal_shows_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), "ascii"))
-    command = ["compare", *(str(OLD_RUNS / name) for name in ("0.4.7", "0.4.12"))]
-    assert main([*command, "--output", str(tmp_path)]) == 0
-    sys.stdout.flush()
-    assert str(tmp_path / "page.html") in sys.stdout.buffer.getvalue().decode("ascii")
-
-
-def test_metadata_may_be_a_list(tmp_path: Path) -> None:
-    copy = old_run(tmp_path / "copy", "configs", "old_choice", "metadata", value=[{"version": 1.0}])
-    assert compare([str(OLD_RUNS / "0.4.12"), f"copy={copy}"]).rows["copy", "old_choice"].difference == 0
-
-
-def test_documents_have_lm_evals_hash(runs: dict[str, Path]) -> None:
-    from lmeval_prune.comparison.results_files import _hash
-
-    for row in samples_of(runs["a"], "tiny_words"):
-        assert _hash(row["doc"]) == row["doc_hash"]
-        assert hashlib.sha256(row["arguments"]["gen_args_0"]["arg_0"].encode()).hexdigest() == row["prompt_hash"]
 
 
 def test_samples_that_do_not_give_the_results_are_refused(runs: dict[str, Path], tmp_path: Path) -> None:

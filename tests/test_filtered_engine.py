@@ -327,23 +327,6 @@ def test_a_draw_is_that_of_the_request_alone(number: int, rows: int) -> None:
             assert answers(Engine(model), [request])[request.tag] == together[request.tag]
 
 
-def test_a_store_that_keeps_what_is_skipped_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In half precision, too, where a rounding may turn a decision."""
-    inner = KVCache.attend
-
-    def keeping(self: KVCache, call: Any) -> Any:
-        return inner(self, replace(call, stored_mask=None))
-
-    for dtype in (torch.float64, torch.bfloat16):
-        model = tiny("llama", dtype=dtype)
-        with TokenFilter(0.3).applied_to(model):
-            assert Engine(model).unsupported is None
-            assert not any(counts(model).values())  # trials
-            with monkeypatch.context() as patch:
-                patch.setattr(KVCache, "attend", keeping)
-                assert Engine(model).unsupported
-
-
 def test_a_lone_skipped_token_that_attends_all_the_same_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """What most steps of filtered models are: one new token a slot. Zeros are left out, or its keys are not."""
     inner = KVCache.attend
@@ -368,20 +351,6 @@ def test_a_lone_skipped_token_that_attends_all_the_same_is_found_out(monkeypatch
             assert Engine(model).unsupported is None
 
 
-@pytest.mark.parametrize("changes", [{}, {"similarity": "key"}, {"keep_skipped_kv": True}, {"smoothing": 0.0}], ids=str)
-def test_which_tokens_skip_while_results_are_compared(changes: dict[str, Any]) -> None:
-    model = tiny("llama", dtype=torch.float32)
-    filtered = TokenFilter(0.3, focus="uniform", **changes).applied_to(model)
-    inputs = torch.tensor([[7 * i % 64 for i in range(12)], [5 * i % 64 for i in range(12)]])
-    with filtered, torch.inference_mode():
-        (live,) = interventions_on(model)
-        with live.fixed_decisions():
-            model(inputs, use_cache=False)
-        assert len(live.skipped) == 2
-        for skipped in live.skipped.values():
-            assert skipped.nonzero().tolist() == [[0, 5], [0, 10], [1, 5], [1, 10]]
-
-
 def test_what_takes_tokens_back_is_switched_off_unless_nothing_is_skipped() -> None:
     model = model_of("llama")
     requests = some_requests(model, seed=3, prompts=6)
@@ -396,13 +365,6 @@ def test_what_takes_tokens_back_is_switched_off_unless_nothing_is_skipped() -> N
     answers(dense, requests)
     assert done(0) == dense.statistics and min(dense.statistics.drafted, dense.statistics.followed) > 0
     assert done(0.2).drafted == done(0.2).followed == 0
-
-
-def test_the_budget_of_drafts_is_not_timed_without_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = model_of("llama")
-    monkeypatch.setattr(Engine, "_measured_budget", property(lambda _: pytest.fail("it was timed")))
-    with TokenFilter(**QUICK).applied_to(model):
-        assert len(list(Engine(model).decode([Request((5, 6, 7), None, SamplingParams(4, ()))]))) == 1
 
 
 def test_one_threshold_for_a_run_is_left_to_generate() -> None:

@@ -18,13 +18,12 @@ from lm_eval import simple_evaluate
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lmeval_prune import InputError
-from lmeval_prune.artefacts import content_digest, new_folder
 from lmeval_prune.cli import main
 from lmeval_prune.grid import cells as cells_module
 from lmeval_prune.grid import worker as worker_module
 from lmeval_prune.grid.cells import cells_of
 from lmeval_prune.grid.configuration import Grid
-from lmeval_prune.grid.folder import GridFolder, measurement_key
+from lmeval_prune.grid.folder import GridFolder
 from lmeval_prune.grid.prune import Prune
 from lmeval_prune.grid.random_heads import RandomHeads
 from lmeval_prune.grid.run import run
@@ -300,40 +299,6 @@ def test_costs_are_measured_in_the_end(tiny_folder: Path, tmp_path: Path, monkey
         assert all(folder.costs(cell["costs"]) for cell in folder.read()["cells"])
 
 
-def test_costs_that_cannot_be_measured_are_tried_once(
-    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tried = []
-    monkeypatch.setattr(worker_module, "measure", lambda lm: tried.append(lm) or 1 / 0)
-    grid = Grid.of(described(tiny_folder, **SMALL, measure=True))
-    assert run(grid, str(tmp_path)).failed == [] and run(grid, str(tmp_path)).new == 0
-    assert len(tried) == 2
-    folder = GridFolder(tmp_path)
-    costs = [cell["costs"] for cell in folder.read()["cells"]]
-    assert all(folder.failure(measurement_key(cost)) for cost in costs)
-    monkeypatch.setattr(worker_module, "measure", lambda _: {"parameters": 1})
-    run(grid, str(tmp_path), retry_failed=True)
-    assert all(folder.costs(cost) for cost in costs) and not list((tmp_path / "failed").iterdir())
-
-
-def test_a_model_that_was_changed_after_its_cells_were_named_is_refused(
-    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its tokens and its type are those of the hash, under arguments of the tokenizer, too."""
-    folder = tmp_path / "model"
-    shutil.copytree(tiny_folder, folder)
-    variants = {"bos": {"add_bos_token": True}, "slow": {"use_fast_tokenizer": False}, "head": {"heads": "L0H1"}}
-    settings = {"variants": variants, "tasks": ["prune_tiny_choice"], "baseline": None, "limit": 1}
-    grid = Grid.of(described(folder, **settings))
-    assert run(grid, str(tmp_path / "g")).failed == []
-    cells = cells_of(grid)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "rope_theta": 5000.0, "rope_parameters": None}))
-    monkeypatch.setattr("lmeval_prune.grid.run.cells_of", lambda _: cells)
-    failed = run(grid, str(tmp_path / "h")).failed
-    assert len(failed) == 3
-
-
 # ---------------------------------------------------------------------- the hash
 
 
@@ -448,17 +413,6 @@ def test_a_type_that_only_the_weights_know_is_not_taken_for_another(tiny_folder:
     )
     assert named in others and auto not in others
     assert key_of(folder, model={"pretrained": str(folder)}) == auto
-
-
-def test_a_folder_called_like_a_word_does_not_count(
-    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    variants = {"v": {"router": "random", "router_pool": "L0H1+dense", "attn_implementation": "eager"}}
-    key = key_of(tiny_folder, variants=variants)
-    for name in ("random", "eager", "L0H1+dense"):
-        (tmp_path / name).mkdir()
-    monkeypatch.chdir(tmp_path)
-    assert key_of(tiny_folder, variants=variants) == key
 
 
 TASK = """
@@ -579,27 +533,6 @@ def test_the_command_of_a_cell_does_the_same(tiny_folder: Path, whole: Path, tmp
 # ---------------------------------------------------------------------- what it stands on
 
 
-def test_a_new_folder_appears_whole_or_not_at_all(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError), new_folder(tmp_path / "a") as folder:
-        (folder / "x").write_text("half")
-        raise RuntimeError
-    assert list(tmp_path.iterdir()) == []
-    with new_folder(tmp_path / "a") as folder:
-        (folder / "x").write_text("whole")
-        assert not (tmp_path / "a").exists()
-    assert [path.name for path in tmp_path.iterdir()] == ["a"] and [p.name for p in (tmp_path / "a").iterdir()] == ["x"]
-
-
-def test_content_counts_not_the_place(tmp_path: Path) -> None:
-    for name in ("a", "b"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "x").write_text("1")
-    (tmp_path / "b" / ".lock").write_text("")
-    assert content_digest(tmp_path / "a") == content_digest(tmp_path / "b")
-    (tmp_path / "b" / "x").rename(tmp_path / "b" / "y")
-    assert content_digest(tmp_path / "a") != content_digest(tmp_path / "b")
-
-
 def test_a_loaded_model_answers_under_other_arguments(tiny_folder: Path) -> None:
     lm = PrunedHFLM(str(tiny_folder), dtype="float64", device="cpu", heads="L0H1")
     lm.reconfigure(dtype="float64", device="cpu", heads="L1H2", engine="batched")
@@ -623,10 +556,3 @@ def test_a_store_stays_open_from_variant_to_variant(tiny_folder: Path, tmp_path:
     lm.reconfigure(**arguments)
     assert lm.answering.store is None
     AnswerStore(tmp_path / "b").close()
-
-
-def test_several_processes_may_write_into_one_store(tmp_path: Path) -> None:
-    first, second = AnswerStore(tmp_path, None), AnswerStore(tmp_path, None)
-    assert (first.path.name, second.path.name) == ("rank-0.jsonl", "rank-1.jsonl")
-    first.close()
-    assert AnswerStore(tmp_path, None).path.name == "rank-0.jsonl"

@@ -6,8 +6,6 @@ import itertools
 import json
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -517,14 +515,6 @@ def test_a_speed_is_better_only_beyond_what_its_runs_differ_by() -> None:
         assert pareto_fronts(elsewhere, {"a": 0.5, "b": 0.5}) == {}
 
 
-@pytest.mark.parametrize("file", ["answers.parquet", "outcomes.parquet", "results.json"])
-def test_a_damaged_cell_is_one_line(tmp_path: Path, file: str) -> None:
-    path = write_grid(tmp_path / "g", {"dense": {"t": [1.0]}, "x": {"t": [0.0]}})
-    (path / "cells" / "dense-t" / file).write_bytes(b"xx")
-    with pytest.raises(InputError):
-        write(str(path))
-
-
 def test_everything_is_written(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     values = {n: {"t": (RNG.random(40) < p).astype(float).tolist()} for n, p in (("dense", 0.5), ("x|y", 0.9))}
     path = write_grid(tmp_path / "g", values, "dense")
@@ -555,36 +545,3 @@ def test_variants_that_lm_eval_would_call_the_same_get_a_folder_each(tmp_path: P
         for folder in (tmp_path / "l").iterdir()
     }
     assert {result["model_name"] for result in results.values()} == set(values) and "a__b" in results
-
-
-@pytest.mark.long
-def test_a_thousand_cells_of_a_thousand_questions(tmp_path: Path) -> None:
-    """Within 2 GB, in a process of its own, page included; the cells link to few, so that the test is quick."""
-    folder, cells = GridFolder(tmp_path / "g"), []
-    checkpoint, router = tmp_path / "checkpoint", tmp_path / "router"
-    write_text(checkpoint / "vocab.json", json.dumps({"seen": 5}))
-    write_artefact(router / "router.json", "lmeval-prune/router", 1, {"seen": [digest("t question 7?")]})
-    folder.create("Large", None, [])
-    for kind in range(10):
-        with folder.new_cell(f"k{kind}") as cell:
-            values = RNG.random(1000) < 0.5
-            rows = [question("t", i, float(value)) for i, value in enumerate(values)]
-            write_tables(cell, {"t": rows}, {})
-            write_text(cell / "results.json", "{}")
-    for number in range(1000):
-        key = f"c{number}"
-        folder.cell(key).symlink_to(folder.cell(f"k{number % 10}"))
-        entry = {"key": key, "variant": f"v{number}", "task": "t", "metric": None, "selected_on": []}
-        entry["model_args"] = {"pretrained": str(checkpoint), "router": str(router)}
-        cells.append({**entry, "prepare": {}, "costs": "", "command": ""})
-    folder.create("Large", None, cells)
-    program = (
-        "import sys\nfrom lmeval_prune.grid.report import write\nfrom lmeval_prune.profiling.speed import peak_memory_of_process\n"
-        "print(write(sys.argv[1])[-1][-1])\nprint(peak_memory_of_process())"
-    )
-    command = [sys.executable, "-c", program, str(tmp_path / "g")]
-    *_, written, peak = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
-    page = Path(written)
-    rows = json.loads(page.with_name("comparison.json").read_text())["rows"]
-    assert len(rows) == 1000 and {row["chosen_on"] for row in rows} == {1}
-    assert int(peak) < 2 * 2**30

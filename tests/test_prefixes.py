@@ -108,15 +108,6 @@ def single_mask(prompts: list[tuple[int, ...]]) -> Masks:
     return {prompt: [(0, LAYERS)] for prompt in prompts}
 
 
-def test_thousands_of_nested_prompts() -> None:
-    """Each prompt begins with the one before it; the best prefix saves most of a triangle."""
-    prompts = [tuple(range(n)) for n in range(1, 1501)]
-    (prefix,) = common_prefixes(single_mask(prompts), LAYERS, 1)
-    count, length = len(prefix.prompts), len(prefix.tokens)
-    assert (length, prefix.saved) == (1500 - count, (count - 1) * length * LAYERS)
-    assert prefix.saved == max((count - 1) * (1500 - count) for count in range(1, 1500)) * LAYERS
-
-
 def test_prompts_under_different_masks_share_nothing_above_the_first_pruned_layer() -> None:
     prompts = {(*range(90), 100 + i): [(i, 0)] for i in range(4)}
     assert common_prefixes(prompts, LAYERS, 1) == []

@@ -300,14 +300,3 @@ def test_offloaded_weights_are_read_as_those_in_memory() -> None:
             probed.append(output(model, tokens()))
     assert torch.equal(*probed)
     assert not torch.equal(probed[0], output(model, tokens()))
-
-
-@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
-def test_weights_without_their_scales_are_refused(dtype: torch.dtype) -> None:
-    model: Any = tiny("llama")
-    module = model.model.layers[1].self_attn.o_proj
-    module.weight = torch.nn.Parameter(module.weight.detach().to(dtype), requires_grad=False)
-    with pytest.raises(InputError, match="quantised"):
-        weight_of(module)
-    with ProbePruning(0.5, skip_first=0).applied_to(model), pytest.raises(InputError, match="quantised"):
-        output(model, tokens())

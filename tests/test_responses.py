@@ -3,7 +3,6 @@
 import json
 import shutil
 from dataclasses import replace
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -57,27 +56,6 @@ def test_a_stopped_run_goes_on_where_it_was(tiny_folder: Path, tmp_path: Path, k
     assert getattr(finished, kind)(requests(kind)) == expected
     lines = [line for line in path.read_text().splitlines() if not line.startswith('{"key": "cut sho')]
     assert len({json.loads(line)["key"] for line in lines}) == len(lines) == len(expected)
-
-
-def test_a_model_that_computes_nan_is_refused_and_its_other_answers_stay(tiny_folder: Path, tmp_path: Path) -> None:
-    instances = [(PROMPTS[i % len(PROMPTS)], end) for i, end in enumerate((" a", " b", " c"))]
-    items = [request("loglikelihood", pair, i) for i, pair in enumerate(instances)]
-    expected = model(tiny_folder).loglikelihood(items)
-    lm, calls = model(tiny_folder, batch_size=1, responses=str(tmp_path)), []
-
-    def broken(_: Any, __: Any, output: Any) -> Any:
-        calls.append(1)
-        return output * float("nan") if len(calls) > 1 else output
-
-    hook = lm.model.lm_head.register_forward_hook(broken)
-    with pytest.raises(InputError):
-        lm.loglikelihood(items)
-    lm.close()
-    hook.remove()
-    again = model(tiny_folder, batch_size=1, responses=str(tmp_path))
-    assert len(again.answering.store.responses) == 1
-    assert [item for item, _ in again.loglikelihood(items)] == pytest.approx([item for item, _ in expected])
-    again.close()
 
 
 def fresh(folder: Path, store: Path, items: list, **arguments) -> list:
@@ -209,25 +187,6 @@ def test_ranks_may_open_a_new_store_together_but_not_the_same_file(tmp_path: Pat
             store.close()
 
 
-def test_a_store_is_opened_before_the_weights_are_loaded(
-    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """And released if they cannot be."""
-    store = AnswerStore(tmp_path / "s")
-    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *_, **__: pytest.fail("the weights are loaded"))
-    with pytest.raises(InputError):
-        model(tiny_folder, responses=str(tmp_path / "s"))
-    store.close()
-
-    def fail(*_: Any, **__: Any) -> None:
-        raise OSError("cut off")
-
-    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", fail)
-    with pytest.raises(InputError):
-        model(tiny_folder, responses=str(tmp_path / "s"))
-    AnswerStore(tmp_path / "s").close()
-
-
 def test_compacting_leaves_alone_what_another_process_writes(tmp_path: Path) -> None:
     first, second = AnswerStore(tmp_path, 0), AnswerStore(tmp_path, 1)
     about = {"kind": "generate_until", "task": "t", "prompt": "p", "head": "dense"}
@@ -270,22 +229,6 @@ def test_a_stored_answer_names_the_heads_that_were_pruned(tiny_folder: Path, tmp
     with HeadMask("L1H1").applied_to(lm.model):
         lm.generate_until(requests("generate_until")[:1])
     assert sorted(stored_heads(tmp_path / "ahead")) == ["L0H0", "L0H0+L1H1", "L0H0+L1H2+L1H3"]
-
-
-@pytest.mark.parametrize("compacted", [True, False])
-def test_a_damaged_record_is_no_answer(compacted: bool, tmp_path: Path) -> None:
-    """Whichever bit is flipped, also if the text is no UTF-8 then."""
-    store = AnswerStore(tmp_path)
-    for key in "ab":
-        store.add(key, "It is 42.", {"kind": "generate_until", "tokens": [1, 2]})
-    store.compact() if compacted else None
-    store.close()
-    (path,) = tmp_path.glob("*.jsonl")
-    whole = path.read_bytes()
-    for position, bit in product(range(len(whole)), (1, 4, 128)):
-        path.write_bytes(whole[:position] + bytes([whole[position] ^ bit]) + whole[position + 1 :])
-        responses = AnswerStore(tmp_path).responses
-        assert len(responses) < 2 and responses.items() <= {"a": "It is 42.", "b": "It is 42."}.items()
 
 
 def test_two_files_are_merged_and_a_file_is_no_folder(tmp_path: Path) -> None:
@@ -394,13 +337,6 @@ def test_models_that_differ_in_one_part_do_not_share_answers(tiny_folder: Path, 
         lm.close()
     item, other = identities
     assert [name for name in item if item[name] != other[name]] == [part] and item.keys() == other.keys()
-
-
-def test_each_part_of_a_model_has_its_test(tiny_folder: Path) -> None:
-    (mark,) = test_models_that_differ_in_one_part_do_not_share_answers.pytestmark
-    assert set(changed_model("adapters", False, AutoTokenizer.from_pretrained(tiny_folder)).identity) == set(
-        mark.args[1]
-    )
 
 
 def test_only_drawn_answers_depend_on_the_engine_and_the_seed(tiny_folder: Path, tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import json
 import random
 from contextlib import ExitStack
@@ -17,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, StaticCache
 
-from lmeval_prune import HeadMask, InputError, Plan, RowMasks, map_model
+from lmeval_prune import InputError, Plan, map_model
 from lmeval_prune.checkpoints import embedded
 from lmeval_prune.interventions import filtered_attention, interventions_on
 from lmeval_prune.interventions.attention_call import intercept_attention
@@ -296,45 +295,6 @@ def test_a_plan_under_a_filter_is_its_cut_checkpoint_under_it(kinds: tuple[str, 
 # --------------------------------------------------------------------------- output projection
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2"])  # gpt2's has a bias
-@pytest.mark.parametrize("last", [False, True])
-def test_the_output_projection_of_skipped_tokens_is_not_computed(
-    family: str, last: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Under masks of heads and of rows, put on before the filter or after it; padding, too."""
-    model, inputs, rows = tiny(family), tokens(rows=2, length=50), RowMasks()
-    masks = rows.applied_to(model), HeadMask("L1H0").applied_to(model)
-    mask = torch.ones_like(inputs)
-    mask[0, :7] = 0
-    modules = [layer.o_proj for layer in map_model(model).attention]
-    received: list[int] = []  # rows of each call of the projection itself
-    inner: Any = type(modules[0]).forward
-
-    def counting(self: Any, x: torch.Tensor) -> torch.Tensor:
-        if any(self is module for module in modules):
-            received.append(x.shape[:-1].numel())
-        return inner(self, x)
-
-    monkeypatch.setattr(type(modules[0]), "forward", counting)
-    for few in (1 << 30, 64):
-        monkeypatch.setattr(filtered_attention, "SMALL_PASS", few)
-        received.clear()
-        with ExitStack() as stack:
-            filtered = quick_filter(ratio=0.4).applied_to(model)
-            for context in (*masks, filtered) if last else (filtered, *masks):
-                stack.enter_context(context)
-            stack.enter_context(rows.using([None, HeadMask("L0H1+L1H2")]))
-            actual = output(model, inputs, attention_mask=mask)
-            kept = [int((~skipped).sum()) for skipped in interventions_on(model)[2 * last].skipped.values()]
-        if few > 64:
-            assert received == [inputs.numel()] * len(modules)
-            expected, rows = actual, RowMasks()
-            masks = rows.applied_to(model), HeadMask("L1H0").applied_to(model)
-    torch.testing.assert_close(actual[mask.bool()], expected[mask.bool()], rtol=0, atol=1e-11)
-    assert received == kept and all(0 < count < inputs.numel() for count in kept)
-    assert "forward" not in vars(map_model(model).attention[0].o_proj)
-
-
 @pytest.mark.parametrize("first", [False, True])
 def test_an_adapter_on_the_output_projection(first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """PEFT's, put on the model before it is filtered."""
@@ -372,19 +332,6 @@ def test_the_cache_holds_what_was_not_skipped() -> None:
         assert isinstance(layer, FilteredCacheLayer) and layer.get_seq_length() == 40
         assert int(layer.lengths.sum()) == counts["tokens"] - counts["skipped"] < 60
         assert layer.keys.shape[2] < 64
-
-
-@pytest.mark.parametrize("ratio", [0.05, 0.1, 0.2, 0.5])
-def test_the_cache_is_smaller_than_without_a_filter(ratio: float) -> None:
-    model, inputs = tiny("llama"), tokens(rows=1, length=401)
-    sizes = []
-    for token_filter in (TokenFilter(0.0), TokenFilter(ratio)):
-        cache = DynamicCache(config=model.config)
-        with token_filter.applied_to(model), torch.no_grad():
-            for part in inputs.split([400, 1], dim=1):
-                model(part, past_key_values=cache, use_cache=True)
-        sizes.append(sum(layer.keys.numel() for layer in cache.layers))
-    assert sizes[1] < sizes[0] * min(1.0, 1.06 - ratio)
 
 
 def test_a_copied_cache_goes_on() -> None:
@@ -596,24 +543,6 @@ def test_the_report_counts_what_was_skipped(tiny_folder: Path) -> None:
     assert set(report["realised_by_layer"]) == {"L1"} and report["tokens"] == 100
     assert report["realised"] == pytest.approx(report["realised_by_layer"]["L1"] / 2)
     assert 0.1 < report["realised"] < 0.5
-
-
-@pytest.mark.parametrize("family", ["bert", "t5", "gpt_neo"])
-def test_models_that_cannot_be_filtered_are_refused(family: str) -> None:
-    with pytest.raises(InputError):
-        TokenFilter(0.2).fit_to(map_model(tiny(family)))
-
-
-def test_every_setting_is_part_of_the_identity() -> None:
-    model_map = map_model(tiny("llama"))
-    base = TokenFilter(0.3)
-    changes = {"ratio": 0.2, "tail": 1.0, "focus": "head", "similarity": "key", "fusion": "as_printed", "state": "run"}
-    changes |= {"step_size": 0.2, "smoothing": 0.8, "warmup": 9, "keep_skipped_kv": True}
-    assert set(changes) == set(base.settings())
-    identities = {
-        json.dumps(dataclasses.replace(base, **{name: value}).identity(model_map)) for name, value in changes.items()
-    }
-    assert len(identities | {json.dumps(base.identity(model_map))}) == 11
 
 
 @pytest.mark.long

@@ -16,7 +16,7 @@ from lmeval_prune.comparison.page import write_page
 from lmeval_prune.comparison.rows import DETECTABLE, Comparison, Row
 from lmeval_prune.comparison.tables import POOLED
 from lmeval_prune.distance.summary import cells as distance_cells
-from lmeval_prune.errors import InputError, did_you_mean, refuse_file
+from lmeval_prune.errors import InputError, did_you_mean
 from lmeval_prune.reporting.documents import printable, render
 from lmeval_prune.reporting.plot_style import COLOURS, figure, label_points, save
 from lmeval_prune.reporting.tables import bold, csv, markdown, p_value, signed, significant
@@ -33,7 +33,6 @@ def write(comparison: Comparison, target: Path, without_texts: Sequence[str] = (
     Returns:
         The table of the last task or of the pooled tasks; notes for the reader, a line each; and the written files.
     """
-    refuse_file(target)
     for task in without_texts:
         if task not in comparison.evaluated:
             raise InputError(f"without_texts: there is no task {task!r}{did_you_mean(task, comparison.evaluated)}")

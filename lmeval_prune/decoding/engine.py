@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -109,7 +109,6 @@ class Engine:
         """
         for params in {request.params for request in requests}:
             self.stopping.check(params)
-        self._check_tokens(request.prompt for request in requests)
         for prompt in {request.prompt for request in requests}:
             if len(prompt) >= self.context:
                 raise InputError(f"a prompt of {len(prompt)} tokens leaves no room in a context of {self.context}")
@@ -169,7 +168,6 @@ class Engine:
     def _check_texts(self, requests: Sequence[LikelihoodRequest]) -> None:
         """Refuse masks and texts that do not fit the model, and a model that the engine cannot run."""
         self._check_masks(requests)
-        self._check_tokens(request.context + request.continuation for request in requests)
         longest = max((len(request.context) + len(request.continuation) - 1 for request in requests), default=0)
         if longest > self.context:
             raise InputError(f"a text of {longest} tokens does not fit in a context of {self.context}")
@@ -191,14 +189,6 @@ class Engine:
         finally:
             self.statistics.layer_tokens += run.layer_tokens
             self.statistics.head_tokens += run.head_tokens
-
-    def _check_tokens(self, texts: Iterable[tuple[int, ...]]) -> None:
-        """Refuse tokens that the model's vocabulary does not have."""
-        size = self.model.get_input_embeddings().num_embeddings
-        for tokens in {*texts}:
-            if not 0 <= min(tokens) <= max(tokens) < size:
-                token = next(token for token in tokens if not 0 <= token < size)
-                raise InputError(f"token {token} is not in the model's vocabulary of {size} tokens")
 
     def _decode(self, requests: Sequence[Request], progress: Progress) -> Generator[tuple[Request, list[int]]]:
         block = BLOCK if self.device.type == "cpu" else None  # on a GPU, launches cost more than reading unused keys

@@ -47,7 +47,7 @@ class LikelihoodRequest:
 
     def __post_init__(self) -> None:
         for name in ("context", "continuation"):
-            object.__setattr__(self, name, token_ids(name, getattr(self, name)))
+            object.__setattr__(self, name, token_ids(getattr(self, name)))
         object.__setattr__(self, "mask", HeadMask(self.mask) if isinstance(self.mask, str) else self.mask)
         if not (self.context and self.continuation):
             raise InputError("a log-likelihood needs a context and a continuation of at least one token each")

@@ -26,9 +26,7 @@ class Stopping:
         self.may_complete = lru_cache(maxsize=1 << 20)(self._may_complete)
 
     def check(self, params: SamplingParams) -> None:
-        """Refuse empty stop texts, and stop texts without a tokenizer."""
-        if params.stop and self.tokenizer is None:
-            raise InputError("stop texts need a tokenizer: Engine(model, tokenizer)")
+        """Refuse empty stop texts."""
         if "" in params.stop:
             raise InputError("an empty stop text would end every answer at once", remedy="leave it out")
 

@@ -33,8 +33,7 @@ import yaml
 from lmeval_prune.errors import InputError, brief, check_exists, did_you_mean
 from lmeval_prune.grid.folder import check_name
 from lmeval_prune.interventions import METHODS
-from lmeval_prune.models.arguments import argument_names
-from lmeval_prune.models.hf_arguments import hf_arguments
+from lmeval_prune.models.arguments import argument_names, hf_arguments
 from lmeval_prune.models.server_options import SERVER_ARGUMENTS, SERVER_OPTIONS
 from lmeval_prune.settings import Count, Natural, Positive, Seed, Settings
 

@@ -18,8 +18,7 @@ from typing_extensions import TypedDict
 from lmeval_prune import artefacts
 from lmeval_prune.artefacts import read_json, write_artefact, write_text
 from lmeval_prune.comparison.metrics import Results
-from lmeval_prune.comparison.samples import QUESTION, tables
-from lmeval_prune.errors import InputError, first_line
+from lmeval_prune.comparison.samples import tables
 from lmeval_prune.grid.folder import CELL, VERSION, samples_file
 from lmeval_prune.models.answer_store import write_table
 from lmeval_prune.models.lengths import Lengths
@@ -68,13 +67,7 @@ def write_tables(folder: Path, samples: dict[str, list[dict[str, Any]]], configs
 
 def read_table(path: Path, columns: list[str] | None = None) -> pa.Table:
     """Read a table of a cell, or some of its columns."""
-    remedy = f"delete {path.parent} and run the grid"
-    try:
-        table = artefacts.read_table(path, remedy, columns)
-        table.select(columns or QUESTION)  # raises KeyError if one is missing
-    except (FileNotFoundError, KeyError) as error:
-        raise InputError(f"{path} cannot be read ({first_line(error)}); {remedy}") from None
-    return table
+    return artefacts.read_table(path, f"delete {path.parent} and run the grid", columns)
 
 
 def read_outcomes(folder: Path) -> pd.DataFrame:

@@ -30,7 +30,6 @@ from lmeval_prune.grid.preparations import make_preparation
 from lmeval_prune.interventions import HeadMask, combined
 from lmeval_prune.models.arguments import Arguments
 from lmeval_prune.models.checkpoint import Checkpoint
-from lmeval_prune.models.identity import ModelIdentity
 from lmeval_prune.models.pruned_server import PrunedServerLM
 from lmeval_prune.models.server_options import without_server
 from lmeval_prune.profiling.speed import peak_memory_of_process
@@ -111,7 +110,7 @@ class LoadedModel:
         self._key: Any = None
 
     def configure(self, arguments: Arguments, identity: dict[str, Any] | None) -> VariantLM:
-        """Apply other arguments to the loaded model, or load another one and check its identity."""
+        """Apply other arguments to the loaded model, or load another one; `identity` is that of its files."""
         key = {name: str(value) for name, value in arguments.loading.items()}, identity
         if isinstance(self.lm, VariantLM) and self._key == key:
             self.lm.job_masks = ()
@@ -119,8 +118,6 @@ class LoadedModel:
             return self.lm
         self.close()
         self.lm = lm = VariantLM(arguments)
-        if identity:
-            ModelIdentity(**identity).check_loaded(lm)
         self._key = key
         return lm
 

@@ -27,7 +27,7 @@ from lmeval_prune.errors import InputError
 from lmeval_prune.interventions.applied import applied_on, attached
 from lmeval_prune.interventions.table import METHODS, method_name
 from lmeval_prune.registry import class_record, import_path, is_own
-from lmeval_prune.settings import Settings, required_fields, to_plain_json
+from lmeval_prune.settings import Settings, to_plain_json
 
 logger = logging.getLogger(__name__)
 SCHEMA_VERSION = 3
@@ -72,9 +72,7 @@ class Origin:
             return
         subject = f"{self.path} was made for"
         fix = "make one for this model, or give allow_other_model=true if it fits"
-        name, family = self.model["name"], self.model["model_type"]
-        if family != model_map.model_type:
-            raise InputError(f"{subject} a {family} model, this one is {model_map.model_type}; {fix}")
+        name = self.model["name"]
         if model_map.signature() != {key: self.model[key] for key in ("model_type", "heads")}:
             raise InputError(f"{subject} {name}, whose layers or heads differ from this model's; {fix}")
         check_weights(self.model["weights"], name, self.model["revision"], model_map, subject, fix)
@@ -91,25 +89,18 @@ def check_weights(
     if fingerprints and _is_skeleton(model_map.model):
         return
     if fingerprints and not getattr(model_map.model, "is_quantized", False):
-        if model_map.weights is None:
-            raise InputError(f"{subject} certain weights ({name}), and some of this model's cannot be read; {fix}")
-        if model_map.weights not in fingerprints:
+        if model_map.weights not in fingerprints:  # None if some cannot be read
             raise InputError(f"{subject} other weights ({name}) than this model's ({model_map.name}); {fix}")
         return
     if not fingerprints and model_map.weights:
         logger.warning("%s %s, without fingerprints of the weights: only the name is compared", subject, name)
-    if _differ(name.lower(), model_map.name.lower()):
-        raise InputError(f"{subject} {name}, this model is {model_map.name}; {fix}")
-    if _differ(revision, model_map.revision):
-        raise InputError(f"{subject} revision {revision[:12]}, this one is {model_map.revision[:12]}; {fix}")
+    for expected, actual in ((name.lower(), model_map.name.lower()), (revision, model_map.revision)):
+        if expected and actual and expected != actual:
+            raise InputError(f"{subject} {expected}, this model is {actual}; {fix}")
 
 
 def _is_skeleton(model: nn.Module) -> bool:
     return all(parameter.is_meta for parameter in model.parameters()) and not is_dispatched(model)
-
-
-def _differ(expected: str, actual: str) -> bool:
-    return bool(expected and actual) and expected != actual
 
 
 @dataclass(frozen=True)
@@ -204,8 +195,8 @@ class Intervention(Settings, ABC):
         """Apply the intervention to `model` inside a `with` block; blocks nest and compose.
 
         Every call of the model inside the block, in any thread, runs under the intervention, and eagerly if the model
-        was compiled. Inside the block, a copied or pickled model, a call of a model with a replaced module, and another
-        intervention from another thread are refused.
+        was compiled. Inside the block, a copied or pickled model and another intervention from another thread are
+        refused.
 
         Args:
             model: a stock transformers model.
@@ -274,17 +265,8 @@ class Intervention(Settings, ABC):
     ) -> Self:
         """Build it from an artefact's content; missing fields have their defaults."""
         validate_json(content, cls.contents, path)
-        names = [item.name for item in fields(cls) if item.compare]
-        settings = content["settings"]
-        if not {*names}.intersection(required_fields(cls)) <= settings.keys():
-            raise InputError(f"{path} lacks the fields of a {cls.schema()} artefact")
-        if unknown := [name for name in settings if name not in names]:
-            raise InputError(f"{path} has unknown settings: {', '.join(unknown)}; make it again")
         origin = Origin(str(path), sha256, content["model"], allow_other_model)
-        try:
-            return cls(**settings, **cls._extra_fields(Path(path), content), origin=origin)
-        except InputError as error:
-            raise InputError(f"{path}: {error}") from None
+        return cls(**content["settings"], **cls._extra_fields(Path(path), content), origin=origin)
 
     @classmethod
     def _extra_fields(cls, path: Path, content: dict[str, Any]) -> dict[str, Any]:

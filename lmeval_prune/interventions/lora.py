@@ -12,13 +12,13 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from lmeval_prune.architectures import ModelMap
-from lmeval_prune.architectures.blocks import in_features, out_features, weight_of
+from lmeval_prune.architectures.blocks import out_features, weight_of
 from lmeval_prune.artefacts import digest, read_json, read_tensors
 from lmeval_prune.errors import InputError
 from lmeval_prune.interventions.base import ArtefactContents, Intervention
@@ -70,14 +70,6 @@ class Lora(Intervention):
         object.__setattr__(self, "sha256", sha256)
         object.__setattr__(self, "updates", updates)
 
-    def resolve(self, model_map: ModelMap) -> Self:
-        """Refuse a model without the adapter's projections."""
-        for name, update in self.updates.items():
-            module = self._projection(name, model_map)
-            if (len(update.b), update.a.shape[1]) != (out_features(module), in_features(module)):
-                raise InputError(f"the adapter {self.adapter} updates {name} of another shape than the model's")
-        return self
-
     def attach(self, model_map: ModelMap, stack: ExitStack) -> None:
         """Hook each updated projection; refuse a model whose heads an adapter of `export adapter` does not prune."""
         manifest = Path(self.adapter).expanduser() / "lmeval_prune.json"
@@ -113,10 +105,7 @@ class Lora(Intervention):
                 return module
             except AttributeError:
                 continue
-        raise InputError(
-            f"the adapter {self.adapter} updates {name}, and the model has no such projection; give an adapter of this "
-            f"model"
-        )
+        raise InputError(f"the model has no projection {name}, which the adapter {self.adapter} updates")
 
 
 class _Add:
@@ -159,8 +148,6 @@ def _read(folder: Path) -> dict[str, Update]:
         if not match or tensor.ndim != 2:
             raise InputError(f"lora={folder} has a tensor {name}, which is not supported; load it by peft=")
         matrices.setdefault(match["module"], {})[match["matrix"]] = tensor
-    if not matrices or any(len(pair) < 2 for pair in matrices.values()):
-        raise InputError(f"lora={folder} is damaged: a projection lacks lora_A or lora_B; export it again")
     return {
         name: Update(pair["A"], pair["B"], _scaling(config, name, len(pair["A"]))) for name, pair in matrices.items()
     }
@@ -171,13 +158,7 @@ def read_lora_config(folder: Path, remedy: str = "") -> dict[str, Any]:
 
     `remedy` precedes another one for an adapter of weights that its initialisation changed.
     """
-    file = folder / "adapter_config.json"
-    if not os.path.isfile(file):  # noqa: PTH113 - unlike `is_file`, false for a name that is too long
-        raise InputError(
-            f"lora={folder} is no LoRA adapter: there is no {file.name} in it; name its folder, or on a server "
-            "its GGUF file"
-        )
-    config: dict[str, Any] = read_json(file)
+    config: dict[str, Any] = read_json(folder / "adapter_config.json")
     if (kind := config.get("peft_type")) != "LORA":
         raise InputError(f"lora={folder} is an adapter of type {kind}; give a LoRA adapter")
     if (start := str(config.get("init_lora_weights"))).lower().startswith(_REWRITES):

@@ -9,9 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -20,7 +18,6 @@ from tqdm import tqdm
 
 from lmeval_prune.errors import InputError
 from lmeval_prune.models.http_client import (
-    Cause,
     Connection,
     RejectedError,
     Response,
@@ -129,7 +126,7 @@ class _Run:
 
     async def _answer(self, job: Job) -> Any:
         """Send a job until it is answered; raise `RejectedError` if it fails for good."""
-        start, answered, attempts, failures = time.monotonic(), len(self.results), 0, 0
+        answered, attempts, failures = len(self.results), 0, 0
         while True:
             await self._recover()
             try:
@@ -137,9 +134,8 @@ class _Run:
             except RetryableError as failure:
                 logger.info("%s: %s", self.dispatcher.url, failure)
                 self.is_suspect = True
-                is_busy = failure.cause is Cause.BUSY and time.monotonic() - start < self.dispatcher.connection.timeout
                 attempts += 1
-                failures += not (is_busy or failure.cause is Cause.SERVER)
+                failures += not failure.is_servers
                 if failures > self.dispatcher.max_retries:
                     if self.waiting and len(self.results) == answered:
                         raise self._failed(failure) from None
@@ -166,8 +162,7 @@ class _Run:
     async def _request(self, job: Job) -> Any:
         dispatcher = self.dispatcher
         kind, listing, url = dispatcher.kind, dispatcher.listing, dispatcher.url
-        with _naming(url):
-            variant_fields = kind.variant_fields(dispatcher.model, job.variant, listing)
+        variant_fields = kind.variant_fields(dispatcher.model, job.variant, listing)
         response = await send(self.client, "POST", f"{url}{job.path}", {**job.payload(), **variant_fields})
         _check_status(url, job, response)
         body = parse_json(response.body)
@@ -179,14 +174,14 @@ class _Run:
             current = await list_models(self.client, url, kind)
             self._check_model(current)
             if current.adapter_ids != listing.adapter_ids:
-                raise RetryableError("it was restarted with its adapters in another order", Cause.SERVER)
+                raise RetryableError("it was restarted with its adapters in another order", is_servers=True)
         return result
 
     def _check_model(self, listing: Listing) -> None:
         """Check that the server lists the model that it had at the start."""
         model, before = (listed.model(self.dispatcher.model) for listed in (listing, self.dispatcher.listing))
         if model.identity != before.identity:
-            raise RetryableError(f"it serves another model now ({model.root})", Cause.SERVER)
+            raise RetryableError(f"it serves another model now ({model.root})", is_servers=True)
 
     def _failed(self, failure: RetryableError) -> InputError:
         return InputError(
@@ -195,32 +190,15 @@ class _Run:
         )
 
 
-@contextmanager
-def _naming(url: str) -> Iterator[None]:
-    """Name a server in the errors about what it has."""
-    try:
-        yield
-    except InputError as error:
-        raise InputError(f"{url}: {error}") from None
-
-
 async def list_models(client: ClientSession, url: str, kind: ServerKind) -> Listing:
     """Request a server's models and adapters; raise `RetryableError` if it does not list them as its kind does."""
     bodies: list[Any] = []
     for path in filter(None, ("/v1/models", kind.adapter_list)):
-        try:
-            response = await send(client, "GET", f"{url}{path}")
-            if response.status != 200:
-                raise RetryableError(response.description, Cause.SERVER)
-            bodies.append(parse_json(response.body))
-        except RetryableError as error:
-            message = f"{url}{path} lists no models ({error}); start the server, or give another base_url or server="
-            raise RetryableError(message, error.cause) from None
-    try:
-        with _naming(url):
-            listing: Listing = parse(lambda pair: kind.parse_listing(*pair), [*bodies, None][:2])
-    except RetryableError:
-        raise RetryableError(f"{url} does not list its models as a server of `server={kind.name}` does") from None
+        response = await send(client, "GET", f"{url}{path}")
+        if response.status != 200:
+            raise RetryableError(f"{url}{path} lists no models ({response.description})", is_servers=True)
+        bodies.append(parse_json(response.body))
+    listing: Listing = parse(lambda pair: kind.parse_listing(*pair), [*bodies, None][:2])
     if listing.software in KINDS and listing.software != kind.name:
         raise InputError(f"{url} is not a server of `server={kind.name}`: give server={listing.software}")
     return listing
@@ -228,17 +206,9 @@ async def list_models(client: ClientSession, url: str, kind: ServerKind) -> List
 
 def _check_status(url: str, job: Job, response: Response) -> None:
     status = response.status
-    if response.is_out_of_context:
-        raise RetryableError(response.description, Cause.BUSY)
     if status in (408, 429) or status >= 500:
-        cause = Cause.BUSY if status == 429 else Cause.UNKNOWN
-        raise RetryableError(response.description, cause, response.retry_after)
-    if status in (401, 403):
-        raise InputError(f"{url}: {response.description}")
-    if status == 404:
-        raise InputError(
-            f"{url} has no adapter {job.variant}, or no {job.path} ({response.description}); "
-            f"`lmeval-prune export adapter` writes adapters and prints how to start the server with them"
-        )
+        raise RetryableError(response.description, retry_after=response.retry_after)
+    if status in (401, 403, 404):
+        raise InputError(f"{url} refuses {job.path} under {job.variant}: {response.description}")
     if status != 200:
         raise RejectedError(response.description)

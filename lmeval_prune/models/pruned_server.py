@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import filecmp
 import json
 import logging
 import ssl
@@ -100,7 +99,7 @@ class PrunedServerLM(AnsweringLM, LocalCompletionsAPI):
         try:
             listing = connection.run(partial(list_models, url=url, kind=self.kind))
         except RetryableError as error:
-            raise InputError(str(error)) from None
+            raise InputError(f"{url}: {error}") from None
         name = model_name(url, listing, self.kind, self.options.model)
         self.dispatcher = Dispatcher(self.kind, name, url, listing, connection, *limits)
         self._check_root()
@@ -147,34 +146,28 @@ class PrunedServerLM(AnsweringLM, LocalCompletionsAPI):
     def _identify_base(self) -> str:
         """Return the digest of the served checkpoint, from the adapters' manifests or from local weights."""
         path = self.checkpoint.path
-        for name, adapter in self.adapters.items():
-            if adapter["base"]["heads"] != self.model_map.signature()["heads"]:
-                raise InputError(
-                    f"adapter {name} was made for {adapter['base']['name']}, whose layers differ from those of {path}; "
-                    f"set pretrained= to the served model"
-                )
         try:
-            local = checkpoint_identity(path, self.options.revision)
+            self.local: str | None = checkpoint_identity(path, self.options.revision)
         except InputError:  # only configuration and tokenizer are here
-            local = None
+            self.local = None
         bases = {adapter["base"]["checkpoint"]: name for name, adapter in self.adapters.items()}
         if len(bases) > 1:
             names = " and ".join(list(bases.values())[:2])
             raise InputError(f"{self.options.adapters}: {names} were made from different models; export them again")
         if bases:
             ((base, name),) = bases.items()
-            if local not in (None, base):
+            if self.local not in (None, base):
                 raise InputError(
                     f"adapter {name} was made from {self.adapters[name]['base']['name']}, another base model than "
                     f"{path}; give pretrained= of the served model, or export the adapters again"
                 )
             return str(base)
-        if local is None and self.arguments.responses:
+        if self.local is None and self.arguments.responses:
             raise InputError(
                 f"{path} has no weights here, so stored answers could not be told from those of another model of this "
                 f"shape: give adapters=FOLDER, whose manifests name the weights, or leave out responses="
             )
-        return local or digest([path, config_fingerprint(self.config)])
+        return self.local or digest([path, config_fingerprint(self.config)])
 
     def _resolve_dtype(self) -> str:
         """Return the type in which the servers compute, from `dtype=` or from the adapters; empty if unknown."""
@@ -241,39 +234,23 @@ class PrunedServerLM(AnsweringLM, LocalCompletionsAPI):
         Adapters name the model that serves them, and llama.cpp lists no folder.
         """
         path, root = Path(self.checkpoint.path), self.served.root
-        if (
-            self.adapters or self.kind.adapter_list or not root or root == self.options.model
-        ):  # a name that a user chose
+        if not root or root == self.options.model or self.adapters or self.kind.adapter_list:  # or a chosen name
             return
-        if self._has_other_weights(root):
+        if self.local and Path(root).is_dir() and checkpoint_identity(root) != self.local:
             raise InputError(f"{self.dispatcher.url} serves {root}, which has other weights than pretrained={path}")
         if path.name.lower() not in root.lower() and not Path(root).is_dir():
             logger.warning(ROOT_WARNING, self.dispatcher.url, root, path)
 
-    def _has_other_weights(self, root: str) -> bool:
-        """Return whether both folders have the same weight files, one of them with other contents."""
-        folders = [Path(self.checkpoint.path), Path(root)]
-        names = [sorted(path.name for path in folder.glob("*.safetensors")) for folder in folders]
-        if not names[0] or names[0] != names[1]:  # another division of the same weights, or a hub's name: unknown
-            return False
-        pairs = [[folder / name for folder in folders] for name in names[0]]
-        return not all(local.samefile(other) or filecmp.cmp(local, other, shallow=False) for local, other in pairs)
-
     def _check_adapters(self, variants: Sequence[ServedVariant]) -> None:
-        """Check that the adapters of all variants are in the folder `adapters=`, in the server's format and type."""
+        """Check that the adapters of all variants are in the folder `adapters=`; warn of a coarser type."""
         if not self.adapters:
             return
-        adapter_format = "gguf" if self.kind.adapter_list else "peft"
         names = [name for variant in variants if variant.heads for name in self._adapter_names(variant)]
         for name in names:
             if name not in self.adapters:
                 raise InputError(
                     f"{self.options.adapters} has no adapter {name}; write it with `lmeval-prune export adapter`, and "
                     f"start the server with it"
-                )
-            if self.adapters[name]["format"] != adapter_format:
-                raise InputError(
-                    f"adapter {name} is of another format than {self.kind.name} takes; export it as {adapter_format}"
                 )
         stored = self.served.parameter_bytes
         if names and stored is not None and self.dtype and stored < getattr(torch, self.dtype).itemsize:

@@ -6,17 +6,13 @@ import json
 import logging
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
-from lmeval_prune.artefacts import read_json
 from lmeval_prune.checkpoints.embedded import ENCODER
-from lmeval_prune.errors import InputError, refuse_file
+from lmeval_prune.errors import InputError
 from lmeval_prune.options import mutually_exclusive, takes_tasks
 from lmeval_prune.settings import resumes
 from lmeval_prune.sprint.options import FitOptions, ReportOptions, SweepOptions
-from lmeval_prune.sprint.routers.table import CONTRASTIVE
 
 
 @resumes
@@ -70,21 +66,19 @@ def fit(
 
     Args:
         outcomes: folder of the training questions' outcome store
-        output: folder for the router; one that was fitted there with the same options is replaced
+        output: folder for the router; one that was fitted there is replaced
         encoder: name or folder of a sentence-transformers model
         p: of contrastive: length of the embeddings; of several values, validation chooses
         lambda_: of contrastive: weight of diversity; of several values, validation chooses
         without_dense: leave the unpruned model out of the pool
     """
     settings = FitOptions(sizes=p, weights=lambda_, dense=not without_dense, **options)
-    method = settings.method()  # refuses wrong settings before anything is read
+    settings.method()  # refuses wrong settings before anything is read
     from lmeval_prune.reporting.quiet import silence_libraries
     from lmeval_prune.sprint.fit import fit
     from lmeval_prune.sprint.outcomes import OutcomeStore
 
     silence_libraries()
-    refuse_file(output, " for the router")
-    _check_same_router(output, {"encoder": encoder, **asdict(settings), "options": asdict(method)})
     training = OutcomeStore(outcomes).read()
     router = fit(training, encoder, settings)
     router.save(output)
@@ -96,25 +90,6 @@ def fit(
     if held_out := router.about["held_out"]:
         print(f"{held_out} questions held out, for `lmeval-prune report sprint --test {outcomes}`")
     return 0
-
-
-def _check_same_router(output: str, settings: dict[str, Any]) -> None:
-    """Raise `InputError` if a router of other options stands in a folder."""
-    from lmeval_prune.training.resuming import check_same_settings
-
-    path = Path(output) / "router.json"
-    if path.is_file():
-        router = read_json(path)
-        before = _by_option({"encoder": router.get("encoder"), **router.get("options", {})})
-        check_same_settings(_by_option(json.loads(json.dumps(settings))), before, Path(output))
-
-
-def _by_option(settings: dict[str, Any]) -> dict[str, Any]:
-    """Return a router's settings by the names of the options; those of the paper's router are not `options`, too."""
-    by_option = {FitOptions.label(f"{name}=").rstrip("="): value for name, value in settings.items()}
-    if by_option.get("router") == CONTRASTIVE:
-        by_option.pop("options", None)
-    return by_option
 
 
 def _print_fit(router: Any, output: str) -> None:
@@ -175,12 +150,7 @@ def report(samples: Sequence[str] = (), **options: Any) -> int:
     Args:
         samples: NAME=FILE: samples file of a pass@N task (lm_eval --log_samples); may be repeated
     """
-    pairs = []
-    for text in samples:
-        name, _, path = text.partition("=")
-        if not path:
-            raise InputError(f"samples must be NAME=FILE, not {text!r}")
-        pairs.append((name, path))
+    pairs = [text.partition("=")[::2] for text in samples]
     settings = ReportOptions(samples=tuple(pairs), **options)
     from lmeval_prune.reporting.quiet import silence_libraries
     from lmeval_prune.sprint.report import write_report

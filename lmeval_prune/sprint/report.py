@@ -16,7 +16,7 @@ import numpy as np
 import pandas as pd
 
 from lmeval_prune.artefacts import CREATED_BY, digest, write_text
-from lmeval_prune.errors import InputError, first_few, refuse_file
+from lmeval_prune.errors import InputError, first_few
 from lmeval_prune.models.attempts import DENSE, is_single_head
 from lmeval_prune.reporting.documents import render
 from lmeval_prune.reporting.statistics import holm, mean_interval, sign_flip_test
@@ -27,7 +27,6 @@ from lmeval_prune.sprint.head_table import HeadTable, changes, gains, gains_by_c
 from lmeval_prune.sprint.options import ReportOptions
 from lmeval_prune.sprint.outcomes import ANSWER_SETTINGS, Outcomes, OutcomeStore, comparable, warn_of_other_code
 from lmeval_prune.sprint.router import Router
-from lmeval_prune.sprint.routing import describe_interventions
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +34,6 @@ logger = logging.getLogger(__name__)
 def write_report(options: ReportOptions) -> Path:
     """Write the report; return the path of its Markdown file."""
     folder = Path(options.output)
-    refuse_file(folder, " for the report")
     test, train, router, notes = _read_inputs(options)
     for note in notes:
         logger.warning("%s", note)
@@ -107,11 +105,14 @@ def _read_inputs(options: ReportOptions) -> tuple[Outcomes, Outcomes | None, Rou
     router = Router.load(options.router) if options.router else None
     if router:
         test, train = _split_held_out(test, train, router)
-    models = {"test": test.model, "train": train.model if train else {}}
-    _check_models({**models, "router": router.about.get("model") or {} if router else {}})
+    read = [test.model, *([train.model] if train else []), *([router.about.get("model") or {}] if router else [])]
+    models = [model for model in read if model]
+    if len({json.dumps([_weights(model), model.get("interventions", [])]) for model in models}) > 1:
+        raise InputError("stores and router are of different models, or of one under different pruning; use the same")
     notes: list[str] = []
     if train:
-        _check_disjoint(test.texts, train.texts)
+        if shared := set(test.texts) & set(train.texts):
+            raise InputError(f"{len(shared)} of the test questions are also training questions; use disjoint splits")
         notes += _compare_settings(test, train.tasks, "the two stores")
     if router:
         notes += _compare_settings(test, router.about.get("tasks", {}), "the test store and the router's outcomes")
@@ -121,7 +122,6 @@ def _read_inputs(options: ReportOptions) -> tuple[Outcomes, Outcomes | None, Rou
             f"sweep` over the whole pool gives them"
         )
         test = test.columns([name for name in test.pool if name not in partial])
-    _check_sizes(options, test, train, router)
     return test, train, router, notes
 
 
@@ -137,28 +137,6 @@ def _split_held_out(test: Outcomes, train: Outcomes | None, router: Router) -> t
             f"store of other questions, or fit with --holdout 0.5"
         )
     return test.rows(np.flatnonzero(~is_fitted)), train or test.rows(np.flatnonzero(is_fitted))
-
-
-def _check_models(models: dict[str, dict[str, Any]]) -> None:
-    """Refuse different models, or one model under different pruning of its own."""
-    identities = {name: identity for name, model in models.items() if (identity := _model_identity(model))}
-    if len(set(identities.values())) > 1:
-        parts = ", ".join(f"{name}: {models[name].get('name')} {identities[name]}" for name in identities)
-        raise InputError(f"stores and router are of different models ({parts}); use the same model")
-    if len({json.dumps(models[name].get("interventions", [])) for name in identities}) > 1:
-        under = ", ".join(
-            f"{name}: {describe_interventions(models[name].get('interventions', []))}" for name in identities
-        )
-        raise InputError(f"stores and router are of one model under different pruning ({under}); use the same")
-
-
-def _check_disjoint(test: Sequence[str], train: Sequence[str]) -> None:
-    """Refuse test questions that are training questions, too, by their texts."""
-    if shared := set(test) & set(train):
-        raise InputError(
-            f"{len(shared)} of the test questions are also training questions, e.g. {min(shared)[:60]!r}; use disjoint "
-            f"splits"
-        )
 
 
 def _compare_settings(test: Outcomes, tasks: Mapping[str, Any], subject: str) -> list[str]:
@@ -179,24 +157,12 @@ def _compare_settings(test: Outcomes, tasks: Mapping[str, Any], subject: str) ->
     return notes
 
 
-def _check_sizes(options: ReportOptions, test: Outcomes, train: Outcomes | None, router: Router | None) -> None:
-    pool = _pool(test, router)
-    sizes = {"pool": len(pool), "shortlist (--shortlist)": options.shortlist}
-    if train:
-        sizes["training store's pool"] = len(set(train.pool) & set(pool))
-    for name, size in sizes.items():
-        if options.n > size:
-            raise InputError(
-                f"n={options.n} tries need as many heads, but the {name} has {size}; give --n {size} or less"
-            )
-
-
 def _pool(test: Outcomes, router: Router | None) -> list[str]:
     return router.pool if router else test.pool
 
 
-def _model_identity(model: dict[str, Any]) -> Any:
-    return model.get("weights") or tuple(model[name] for name in ("server", "dtype", "checkpoint") if name in model)
+def _weights(model: dict[str, Any]) -> Any:
+    return model.get("weights") or [model[name] for name in ("server", "dtype", "checkpoint") if name in model]
 
 
 def _curves(options: ReportOptions, test: Outcomes, train: Outcomes | None, router: Router | None) -> list[Curve]:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-from lmeval_prune.architectures import Head, ModelMap, head_names
+from lmeval_prune.architectures import Head, ModelMap
 from lmeval_prune.artefacts import digest
-from lmeval_prune.errors import InputError
+from lmeval_prune.errors import InputError, brief
 from lmeval_prune.interventions.base import check_weights
 from lmeval_prune.models.arguments import Arguments
 from lmeval_prune.models.attempts import DENSE, attempt_order
@@ -44,21 +43,14 @@ class Routing(HeadRouter):
         default_field: str | None = None
         if self.source not in POLICIES:
             default_field = self._load_router(arguments)
-        elif arguments.router_pool:  # `fit_to` makes the policy, because the pool depends on the model's heads
-            if self.source != "random":
-                raise InputError(
-                    f"router_pool is for router=random; router={self.source} takes its pool from router_store"
-                )
-            if names := [name for name in arguments.router_pool.split("+") if name != DENSE]:
-                head_names(names)  # refuses misspelt names
-        else:
+        elif arguments.router_pool and self.source != "random":
+            raise InputError(f"router_pool is for router=random; router={self.source} takes its pool from router_store")
+        elif not arguments.router_pool:  # `fit_to` makes the policy, because the pool depends on the model's heads
             default_field = self._load_store(arguments)
         self.question_field = arguments.question_field or default_field or "question"
 
     def _load_router(self, arguments: Arguments) -> str | None:
         """Load a fitted router; return the question field of its training tasks."""
-        if not Path(self.source).is_dir():
-            raise InputError(f"router={self.source} is not a folder; name a fitted router or {', '.join(POLICIES)}")
         if arguments.router_store or arguments.router_pool:
             raise InputError("a fitted router has its own pool; leave out router_store and router_pool")
         router = Router.load(self.source)
@@ -70,8 +62,7 @@ class Routing(HeadRouter):
     def _load_store(self, arguments: Arguments) -> str | None:
         """Make a policy from an outcome store; return the question field of its tasks."""
         if not arguments.router_store:
-            extra = ", or router_pool=HEADS" if self.source == "random" else ""
-            raise InputError(f"router={self.source} needs router_store=FOLDER, an outcome store{extra}")
+            raise InputError(f"router={self.source} needs router_store=FOLDER, an outcome store")
         outcomes = OutcomeStore(arguments.router_store).read()
         self.model = outcomes.model
         if self.source == "random":
@@ -101,8 +92,8 @@ class Routing(HeadRouter):
             expected = self.model.get("interventions", [])
             if expected != interventions:
                 raise InputError(
-                    f"{subject} {name or 'a model'} under {describe_interventions(expected)}, not "
-                    f"{describe_interventions(interventions)}; {fix}"
+                    f"{subject} {name or 'a model'} under {brief(str(expected), 80)}, not "
+                    f"{brief(str(interventions), 80)}; {fix}"
                 )
         if self._random_pool:
             names = self._random_pool.split("+")
@@ -175,13 +166,7 @@ class Routing(HeadRouter):
         return self.orders[self._question(request)]
 
     def _question(self, request: Any) -> str:
-        document = request.doc or {}
-        if self.question_field not in document:
-            raise InputError(
-                f"task {request.task_name} has no question field {self.question_field!r} for the router; its documents "
-                f"have {', '.join(document)}: choose a field with question_field="
-            )
-        return str(document[self.question_field])
+        return str(request.doc[self.question_field])
 
     @property
     def info(self) -> dict[str, Any]:
@@ -190,15 +175,3 @@ class Routing(HeadRouter):
         identity = {**self.policy.identity, "question_field": self.question_field}
         repeated = {"training_questions": len(self._repeated)} if self._repeated else {}
         return {"source": self.source, "pool": list(self.pool), **identity, **note, **repeated}
-
-
-def describe_interventions(interventions: list[Any]) -> str:
-    """Describe interventions for a message. A string among them is the digest of the model's layers."""
-    words = []
-    for identity in interventions:
-        if isinstance(identity, dict):
-            fields = [f"{name}={value}" for name, value in identity.items() if name not in ("method", "version")]
-            words.append(f"{identity.get('method')} ({', '.join(fields)[:60]})")
-        else:
-            words.append(f"layers {identity[:8]}")
-    return " and ".join(words) or "no other pruning"

@@ -89,7 +89,7 @@ def test_an_interrupted_sweep_goes_on_and_ends_as_one_that_was_not(
     with Stub(tiny_folder, HEADS) as stub:
         sweep(stub, tiny_folder, adapters, tmp_path / "whole", limit=3)
     with Stub(tiny_folder, HEADS) as stub:
-        stub.fault = lambda number, payload: "die" if number == 28 else None
+        stub.fault = lambda number, payload: "die" if number == 18 else None
         with pytest.raises(InputError):
             sweep(stub, tiny_folder, adapters, tmp_path / "cut", limit=3, model_args={"num_concurrent": 1})
     with Stub(tiny_folder, HEADS) as stub:

@@ -196,7 +196,9 @@ async def list_models(client: ClientSession, url: str, kind: ServerKind) -> List
     for path in filter(None, ("/v1/models", kind.adapter_list)):
         response = await send(client, "GET", f"{url}{path}")
         if response.status != 200:
-            raise RetryableError(f"{url}{path} lists no models ({response.description})", is_servers=True)
+            raise RetryableError(
+                f"{path} lists no models ({response.description}); give another server=", is_servers=True
+            )
         bodies.append(parse_json(response.body))
     listing: Listing = parse(lambda pair: kind.parse_listing(*pair), [*bodies, None][:2])
     if listing.software in KINDS and listing.software != kind.name:

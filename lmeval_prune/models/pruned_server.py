@@ -85,9 +85,9 @@ class PrunedServerLM(AnsweringLM, LocalCompletionsAPI):
         self.arguments = Arguments.of(variant_arguments)
         self._check_arguments()
         self.options = ServerOptions(**{name: value for name, value in values.items() if name in SERVER_OPTIONS})
-        self.lora = read_lora(self.options.lora) if self.options.lora else {}
-        if self.lora and (self.arguments.interventions or self.arguments.router):
+        if self.options.lora and (self.arguments.interventions or self.arguments.router):
             raise InputError("a request has one adapter: give either lora=, or heads=, mask= or router=")
+        self.lora = read_lora(self.options.lora) if self.options.lora else {}
         self.kind, self.seed = self.options.kind, self.options.seed
         self.endings: deque[Ending] = deque()
         self.checkpoint = self._read_checkpoint()

@@ -21,11 +21,13 @@ SCHEMA, VERSION = "lmeval-prune/servers", 1
 # Largest root mean square difference of log-probabilities that an engine and its hardware explain.
 TOLERANCES = {"float32": 0.01, "float64": 0.01}
 TOLERANCE = 0.15  # in other types
-Signature = list[tuple[str, Finite]]  # the probe text's tokens and log-probabilities
+Signature = list[tuple[str, float]]  # the probe text's tokens and log-probabilities
 
 
 class _Content(TypedDict):
-    signatures: dict[str, Signature]  # by a digest of what is known of the model otherwise
+    signatures: dict[
+        str, list[list[str | Finite]]
+    ]  # pairs of a `Signature`, by a digest of what is known of the model otherwise
 
 
 class ServerRecord:

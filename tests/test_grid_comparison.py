@@ -14,7 +14,7 @@ import pytest
 from scipy import stats
 
 from lmeval_prune import InputError
-from lmeval_prune.artefacts import content_digest, digest, write_artefact, write_text
+from lmeval_prune.artefacts import digest, write_artefact, write_text
 from lmeval_prune.cli import main
 from lmeval_prune.comparison.costs import pareto_fronts
 from lmeval_prune.comparison.tables import POOLED, _mean_by_text
@@ -463,22 +463,6 @@ def test_an_ordinary_checkpoint_is_no_artefact_that_was_chosen(tmp_path: Path) -
     args = {"pretrained": str(tmp_path), "mask": str(tmp_path / "mask.json")}
     comparison = compare(write_grid(tmp_path / "g", {"dense": {"t": [1.0]}, "x": {"t": [1.0]}}, x={"model_args": args}))
     assert comparison.rows["x", "t"].chosen_on == 0 and comparison.notes == []
-
-
-def test_a_relative_router_is_found_from_another_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By its content, above the grid's folder; and where it is not there as it was, that is said."""
-    router, elsewhere = tmp_path / "out" / "router", tmp_path / "elsewhere"
-    for folder, text in ((elsewhere / "out" / "router", "other"), (router, "t question 1?")):
-        folder.mkdir(parents=True)
-        write_artefact(folder / "router.json", "lmeval-prune/router", 1, {"seen": [digest(text)]})
-    about = {"identity": {"router": {"router": {"content": content_digest(router)}}}}
-    change = {"model_args": {"router": "out/router"}, "about": about}
-    path = write_grid(tmp_path / "out" / "g", {"dense": {"t": [1.0, 0.0]}, "x": {"t": [1.0, 1.0]}}, x=change)
-    monkeypatch.chdir(elsewhere)  # where another router has the same relative path
-    comparison = compare(path)
-    assert comparison.rows["x", "t"].chosen_on == 1 and comparison.notes == []
-    router.rename(router.with_name("moved"))
-    assert len(compare(path).notes) == 1
 
 
 # ---------------------------------------------------------------------- mistakes in the YAML and on the command line

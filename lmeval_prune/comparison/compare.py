@@ -71,7 +71,6 @@ def compare(
 
 
 def _baseline(name: str | None, words: Sequence[str], runs: Mapping[str, Run]) -> str:
-    """Return the name of the baseline: the first run, or the run of this name or path."""
     if name is None or name in runs:
         return name or next(iter(runs))
     if name in words and len(words) == len(runs):
@@ -183,7 +182,6 @@ def _check_alike(task: str, baseline: str, evaluations: dict[str, Evaluation], a
 
 
 def _differences(base: Evaluation, compared: Evaluation) -> dict[Kind, str]:
-    """Describe what differs between two runs of a task, by kind."""
     differences: dict[Kind, str] = {}
     first, second = (
         dict(zip(questions_of(evaluation.outcomes), evaluation.outcomes["prompt"], strict=True))
@@ -212,7 +210,6 @@ def _tables(
     metric: str | None,
     by: Sequence[str],
 ) -> tuple[dict[str, Table], list[str]]:
-    """Return the tables of tasks, of their parts, of groups, and of all tasks; and notes."""
     tables = _task_tables(evaluations, base.name, metric)
     parts = {
         name: part for task in tables for name, part in _parts(task, tables[task], evaluations[task][base.name], by)
@@ -235,7 +232,6 @@ def _tables(
 def _task_tables(
     evaluations: Mapping[str, Mapping[str, Evaluation]], baseline: str, metric: str | None
 ) -> dict[str, Table]:
-    """Return the table of each task."""
     tables, has_metric = {}, False
     for task, runs in evaluations.items():
         base = runs[baseline]
@@ -272,7 +268,6 @@ def _parts(task: str, table: Table, base: Evaluation, by: Sequence[str]) -> list
 
 
 def _leaves(name: str, groups: Mapping[str, Sequence[str]], above: tuple[str, ...] = ()) -> list[str]:
-    """Return the tasks of a group and of the groups in it."""
     if name not in groups or name in above:
         return [name]
     return list(dict.fromkeys(leaf for member in groups[name] for leaf in _leaves(member, groups, (*above, name))))

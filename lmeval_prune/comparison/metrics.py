@@ -144,7 +144,8 @@ def _choose(task: str, name: str | None, metrics: Mapping[str, Any], advice: str
 
 def _aggregations(rows: pd.DataFrame, task: str, results: Results, source: Path) -> dict[str, Aggregation]:
     """Return how lm-eval aggregates the metrics of a task, by `METRIC,FILTER`; see `known_metrics`."""
-    declared = {entry["metric"]: entry.get("aggregation") for entry in _metric_list(task, results)}
+    entries: list[_MetricEntry] = results.get("configs", {}).get(task, {}).get("metric_list") or []
+    declared = {entry["metric"]: entry.get("aggregation") for entry in entries}
     figures: Mapping[str, Any] = results["results"].get(task, {})
     aggregations: dict[str, Aggregation] = {}
     for column in columns_of(rows):
@@ -164,7 +165,10 @@ def _aggregations(rows: pd.DataFrame, task: str, results: Results, source: Path)
             for aggregation in (AGGREGATIONS[name] for name in names if name in AGGREGATIONS)
             if aggregation.is_weighted == is_weighted
             and (not is_weighted or ((weights >= 0).all() and weights.any()))  # else pairs of something else
-            and (figure is None or _agrees(aggregate(aggregation, values, weights), figure))
+            and (
+                figure is None
+                or math.isclose(aggregate(aggregation, values, weights), figure, rel_tol=1e-5, abs_tol=1e-9)
+            )
         ]
         if fitting:
             aggregations[column] = fitting[0]
@@ -174,14 +178,6 @@ def _aggregations(rows: pd.DataFrame, task: str, results: Results, source: Path)
                 f"evaluate again"
             )
     return aggregations
-
-
-def _metric_list(task: str, results: Results) -> list[_MetricEntry]:
-    return results.get("configs", {}).get(task, {}).get("metric_list") or []
-
-
-def _agrees(value: float, figure: Any) -> bool:
-    return isinstance(figure, int | float) and math.isclose(value, figure, rel_tol=1e-5, abs_tol=1e-9)
 
 
 def aggregate(aggregation: Aggregation, values: pd.Series, weights: pd.Series) -> float:

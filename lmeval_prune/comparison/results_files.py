@@ -116,13 +116,11 @@ def find_results(path: Path) -> list[ResultsFile]:
     """Return the results files with samples in a folder and those below it, or the results file that is named."""
     check_exists(path)
     paths = [path] if path.is_file() else sorted(file for file in path.rglob("*.json") if file.is_file())
-    files = [ResultsFile(file) for file in paths if _is_results(file)]
+    files = []
+    for file in paths:
+        with file.open("rb") as content:
+            if re.match(rb'\s*\{\s*"results"\s*:', content.read(80)):
+                files.append(ResultsFile(file))
     if with_samples := [file for file in files if file.samples]:
         return with_samples
     raise InputError(f"{path} has no results of `lm_eval --log_samples`")
-
-
-def _is_results(path: Path) -> bool:
-    """Return whether a file begins as lm-eval's results do."""
-    with path.open("rb") as file:
-        return re.match(rb'\s*\{\s*"results"\s*:', file.read(80)) is not None

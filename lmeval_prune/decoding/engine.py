@@ -11,12 +11,14 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
+from contextlib import closing
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import nn
+from tqdm import tqdm
 
 from lmeval_prune.architectures import ModelMap, input_device, map_model
 from lmeval_prune.architectures.precision import fast_products, with_exact_products
@@ -27,7 +29,6 @@ from lmeval_prune.decoding.likelihood import Likelihood, LikelihoodRequest, Like
 from lmeval_prune.decoding.memory import InsufficientMemoryError, available_memory
 from lmeval_prune.decoding.model_runner import ModelRunner, refuse_locked
 from lmeval_prune.decoding.prefixes import SharedPrefix, common_prefixes
-from lmeval_prune.decoding.progress import Progress
 from lmeval_prune.decoding.request import Request, end_tokens
 from lmeval_prune.decoding.sampling import Sampler
 from lmeval_prune.decoding.scheduler import Schedule, Scheduler, Statistics
@@ -115,17 +116,14 @@ class Engine:
         self._check_masks(requests)
         if not requests:
             return
-        progress = Progress(requests, self.progress)
-        answers = self._fall_back(requests) if self.unsupported else self._decode(requests, progress)
+        answers = self._fall_back(requests) if self.unsupported else self._decode(requests)
         if self.deterministic:
             answers = with_exact_products(answers)
-        try:
-            for request, answer in answers:
-                progress.end(len(answer))
-                yield request, answer
-        finally:
-            answers.close()
-            progress.close()
+        bar = tqdm(total=len(requests), desc="decoding", unit="answer", disable=not self.progress)
+        with bar, closing(answers):
+            for answered in answers:
+                bar.update()
+                yield answered
 
     def score(
         self, requests: Sequence[LikelihoodRequest], dtype: torch.dtype | None = None
@@ -175,13 +173,11 @@ class Engine:
             raise InputError(f"the engine computes no log-likelihoods of this model: {reason}")
 
     def _check_masks(self, requests: Sequence[Request] | Sequence[LikelihoodRequest]) -> None:
-        """Refuse masks that do not fit the model."""
         # by identity: equal masks may differ in `allow_empty_layer`
         for mask in {id(request.mask): request.mask for request in requests if request.mask}.values():
             mask.fit_to(self.model_map)
 
     def _score(self, run: LikelihoodRun) -> Generator[tuple[LikelihoodRequest, Any]]:
-        """Yield the results of a run, and count its work."""
         try:
             for request, result in run.results():
                 self.statistics.scored += 1
@@ -190,7 +186,7 @@ class Engine:
             self.statistics.layer_tokens += run.layer_tokens
             self.statistics.head_tokens += run.head_tokens
 
-    def _decode(self, requests: Sequence[Request], progress: Progress) -> Generator[tuple[Request, list[int]]]:
+    def _decode(self, requests: Sequence[Request]) -> Generator[tuple[Request, list[int]]]:
         block = BLOCK if self.device.type == "cpu" else None  # on a GPU, launches cost more than reading unused keys
         schedule, sampler = self._resolved_schedule(), Sampler(self.model, self.stopping)
         for with_prefixes in (True, False):
@@ -206,7 +202,7 @@ class Engine:
         cache = KVCache(min(rows, len(requests)), longest, block)
         with ModelRunner.attached(self.model_map, cache, masks) as runner:
             scheduler = Scheduler(
-                runner, deque(groups), sampler, self.statistics, schedule, self.deterministic, leaders, progress.step
+                runner, deque(groups), sampler, self.statistics, schedule, self.deterministic, leaders
             )
             for sequence in scheduler.answers():
                 yield sequence.request, sequence.answer
@@ -311,7 +307,6 @@ class Engine:
 
     @property
     def _token_bytes(self) -> int:
-        """Return the bytes of a token's keys and values in all layers."""
         layers = self.model_map.attention
         return self._element_size * sum(layer.kv_heads * (layer.key_dim + layer.head_dim) for layer in layers)
 

@@ -188,7 +188,6 @@ def _variants(name: str, block: Any, shared: dict[str, Any]) -> Iterator[Variant
 
 
 def _check_settings(block: Mapping[str, Any]) -> None:
-    """Refuse unknown names of settings."""
     valid_names = {*argument_names(), *OTHER_SETTINGS, *(SERVER_OPTIONS if "base_url" in block else ())}
     for name in block:
         if name not in valid_names:
@@ -216,7 +215,6 @@ def _preparation(value: Any) -> dict[str, dict[str, Any]]:
 
 
 def _axes(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], list[Any]]]:
-    """Yield the path and the values of each axis (a list under `each:`)."""
     if not isinstance(value, dict):
         return
     if "each" not in value:

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any, NotRequired, cast
+from typing import Any
 
 import pandas as pd
 import pyarrow as pa
-from typing_extensions import TypedDict
 
 from lmeval_prune import artefacts
 from lmeval_prune.artefacts import read_json, write_artefact, write_text
@@ -24,24 +23,6 @@ from lmeval_prune.models.answer_store import write_table
 from lmeval_prune.models.lengths import Lengths
 
 OUTCOMES, ANSWERS = "outcomes.parquet", "answers.parquet"
-
-
-class Pruning(TypedDict):
-    """The section `pruning` of lm-eval's results."""
-
-    answers: NotRequired[dict[str, Lengths]]
-
-
-class Config(TypedDict):
-    """The section `config` of lm-eval's results."""
-
-    pruning: NotRequired[Pruning]
-
-
-class CellResults(Results):
-    """Fields of lm-eval's results that the comparison of a grid reads."""
-
-    config: NotRequired[Config]
 
 
 def write_cell(folder: Path, content: dict[str, Any], results: dict[str, Any]) -> None:
@@ -55,14 +36,9 @@ def write_cell(folder: Path, content: dict[str, Any], results: dict[str, Any]) -
     write_text(folder / "results.json", to_json({name: part for name, part in results.items() if name != "samples"}))
     for task, rows in samples.items():
         write_text(samples_file(folder, task), "".join(to_json(row) + "\n" for row in rows))
-    write_tables(folder, samples, results["configs"])
-    write_artefact(folder / "cell.json", CELL, VERSION, content)
-
-
-def write_tables(folder: Path, samples: dict[str, list[dict[str, Any]]], configs: dict[str, Any]) -> None:
-    """Write a cell's outcomes and answers from lm-eval's samples and task configurations, both by task."""
-    for name, frame in zip((OUTCOMES, ANSWERS), tables(samples, configs), strict=True):
+    for name, frame in zip((OUTCOMES, ANSWERS), tables(samples, results["configs"]), strict=True):
         write_table(folder / name, pa.Table.from_pandas(frame, preserve_index=False))
+    write_artefact(folder / "cell.json", CELL, VERSION, content)
 
 
 def read_table(path: Path, columns: list[str] | None = None) -> pa.Table:
@@ -81,9 +57,9 @@ def read_text_keys(folder: Path) -> dict[tuple[str, int], str]:
     return {(row["task"], row["doc_id"]): row["text_key"] for row in table.to_pylist()}
 
 
-def read_results(folder: Path) -> CellResults:
+def read_results(folder: Path) -> Any:
     """Read lm-eval's results of a cell."""
-    return cast(CellResults, read_json(folder / "results.json", CellResults))
+    return read_json(folder / "results.json", Results)
 
 
 def read_lengths(folder: Path) -> list[Lengths]:

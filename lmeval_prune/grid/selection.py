@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -34,22 +33,12 @@ def selection_questions(folder: GridFolder, entry: dict[str, Any]) -> tuple[set[
     unavailable: list[str] = []
     for name, value in named.items():
         content = recorded[name].get("content") if isinstance(recorded.get(name), dict) else None
-        path = next((path for path in _candidates(folder, value) if content in (None, _content_digest(path))), None)
-        if path:
+        path = Path(value).expanduser().absolute()
+        if path.exists() and content in (None, _content_digest(path)):
             questions |= _questions(path)
         else:
             unavailable.append(f"{name}={value}")
     return questions, unavailable
-
-
-def _candidates(folder: GridFolder, value: str) -> Iterator[Path]:
-    """Yield existing paths of an artefact; a relative path may start at this folder or at a parent of the grid's."""
-    path = Path(value).expanduser()
-    for start in dict.fromkeys((Path.cwd(), *folder.path.parents)):
-        if (start / path).exists():
-            yield (start / path).absolute()
-        if path.is_absolute():
-            return
 
 
 _content_digest = cache(content_digest)

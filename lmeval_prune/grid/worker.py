@@ -141,8 +141,6 @@ class LoadedModel:
 
 @dataclass(frozen=True)
 class _Task:
-    """A cell to evaluate, with its parsed arguments."""
-
     cell: Cell
     model_args: dict[str, Any]
     arguments: Arguments
@@ -185,7 +183,6 @@ class Worker:
     # ------------------------------------------------------------------ preparations
 
     def _prepare(self, cell: Cell) -> Result:
-        """Make the preparation of a cell, unless it is done."""
         key = cell.prepared
         with self.folder.lock(key) as is_held:
             if not is_held:
@@ -205,7 +202,6 @@ class Worker:
     # ------------------------------------------------------------------ cells
 
     def _evaluate_all(self) -> Iterator[Result]:
-        """Evaluate the cells that are not done and whose locks are free."""
         with ExitStack() as locks:
             tasks: list[_Task] = []
             for cell in self.job.cells:
@@ -264,7 +260,7 @@ class Worker:
             "ended": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             "versions": {**versions(cell.variant.served), "torch": torch.__version__},
         }
-        with self.folder.new_cell(cell.key) as folder:
+        with new_folder(self.folder.cell(cell.key)) as folder:
             write_cell(folder, {**cell.to_json(task.model_args), "ran": ran}, results)
 
     # ------------------------------------------------------------------ costs
@@ -289,7 +285,8 @@ class Worker:
                 return BUSY
             if not self.folder.needs_costs(key):
                 return DONE
-            if reason := _not_measurable(lm):
+            if lm.arguments.router or lm.backend != "causal":
+                reason = "a router applies several models" if lm.arguments.router else "the model is not causal"
                 self.folder.record_failure(measurement_key(key), f"its costs are not measured: {reason}", "")
                 return FAILED
             try:
@@ -304,7 +301,6 @@ class Worker:
     # ------------------------------------------------------------------ distances
 
     def _measure_distances(self) -> Iterator[Result]:
-        """Measure the distances of the job's cells."""
         with ExitStack() as locks:
             cells: dict[str, Cell] = {}
             for key, cell in zip(self.job.distance_keys, self.job.cells, strict=True):
@@ -347,7 +343,6 @@ class Worker:
             raise full_disk from error
 
     def _failed(self, key: str, error: Exception) -> Result:
-        """Record the failure of a cell, a preparation or a measurement, and return its result."""
         self._raise_disk_error(error)
         reason = str(error).partition("\n")[0] if isinstance(error, InputError) else first_line(error)
         self.folder.record_failure(key, reason, traceback.format_exc())
@@ -394,10 +389,3 @@ def _masks(variants: Sequence[Arguments]) -> tuple[HeadMask | None, ...]:
             (mask,) = combined(arguments.interventions) or (None,)
             masks.append(mask)  # type: ignore[arg-type]
     return tuple(masks) if len(masks) > 1 else ()
-
-
-def _not_measurable(lm: VariantLM) -> str:
-    """Return the reason why a variant's costs cannot be measured; empty if they can."""
-    if lm.arguments.router:
-        return "a router applies several models, one for each head"
-    return "" if lm.backend == "causal" else "the model is not causal"

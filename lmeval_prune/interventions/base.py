@@ -86,7 +86,8 @@ def check_weights(
     `fingerprints` are those of the expected weights, also rounded to smaller types; empty if unknown. `subject` and
     `fix` begin and end the message.
     """
-    if fingerprints and _is_skeleton(model_map.model):
+    model = model_map.model
+    if fingerprints and all(parameter.is_meta for parameter in model.parameters()) and not is_dispatched(model):
         return
     if fingerprints and not getattr(model_map.model, "is_quantized", False):
         if model_map.weights not in fingerprints:  # None if some cannot be read
@@ -97,10 +98,6 @@ def check_weights(
     for expected, actual in ((name.lower(), model_map.name.lower()), (revision, model_map.revision)):
         if expected and actual and expected != actual:
             raise InputError(f"{subject} {expected}, this model is {actual}; {fix}")
-
-
-def _is_skeleton(model: nn.Module) -> bool:
-    return all(parameter.is_meta for parameter in model.parameters()) and not is_dispatched(model)
 
 
 @dataclass(frozen=True)
@@ -275,15 +272,8 @@ class Intervention(Settings, ABC):
 
 def load_intervention(path: str | os.PathLike[str], allow_other_model: bool = False) -> Intervention:
     """Read an artefact of any method in the table, by its schema."""
-    kinds = {kind.schema(): kind for kind in map(METHODS.load, METHODS.own)}
-    try:
-        content, sha256 = read_artefact(path, tuple(kinds), SCHEMA_VERSION)
-    except InputError:
-        elsewhere = {kind.schema(): kind for name, kind in METHODS.classes() if name not in METHODS.own}
-        if not elsewhere:
-            raise
-        kinds |= elsewhere
-        content, sha256 = read_artefact(path, tuple(kinds), SCHEMA_VERSION)
+    kinds = {kind.schema(): kind for _, kind in METHODS.classes()}
+    content, sha256 = read_artefact(path, tuple(kinds), SCHEMA_VERSION)
     loaded: Intervention = kinds[content["schema"]]._from_content(path, content, sha256, allow_other_model)
     return loaded
 
@@ -344,18 +334,16 @@ def changed_by(
     """
     shape = tuple(shape or tensor.shape)
     same_shape = isinstance(result, torch.Tensor) and result.shape == shape
-    if same_shape and (
-        result.dtype == tensor.dtype or (result.is_floating_point() and _is_autocast(tensor.device.type))
-    ):
+    if same_shape and result.dtype == tensor.dtype:
+        return result
+    device = tensor.device.type
+    is_autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    if same_shape and is_autocast and result.is_floating_point():
         return result
     kind = f"{tuple(result.shape)} in {result.dtype}" if isinstance(result, torch.Tensor) else type(result).__name__
     raise InputError(
         f"{qualified_name(change)} returned {kind}, not a tensor {shape} in {tensor.dtype}; mend the method"
     )
-
-
-def _is_autocast(device: str) -> bool:
-    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
 
 
 def qualified_name(function: Any) -> str:

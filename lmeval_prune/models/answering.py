@@ -154,7 +154,6 @@ class Answering:
         return [*identities, digest(self.lm.model_map.signature())] if identities else []
 
     def _refresh(self) -> None:
-        """Read the model's interventions, unless they are frozen."""
         interventions = self._interventions if self._is_frozen else self._applied()
         if list(map(id, interventions)) != list(map(id, self._interventions)):
             self._interventions, self._identities = interventions, {}
@@ -208,7 +207,6 @@ class Answering:
         return run(pending), [], endings
 
     def _run(self, pending: PendingRequests, disable_tqdm: bool) -> list[Any]:
-        """Compute the answers to pending requests."""
         if pending.kind == "generate_until":
             return self._generate(pending, disable_tqdm)
         if self._is_on_engine(pending.kind):
@@ -231,7 +229,6 @@ class Answering:
         return [texts[index] for index in range(len(pending.requests))]
 
     def _generate_by_engine(self, pending: PendingRequests, disable_tqdm: bool) -> dict[int, str]:
-        """Return the texts of the engine, by index."""
         choice = self.lm.engine_choice
         indices = choice.by_engine(pending.requests)
         if not indices:
@@ -299,7 +296,6 @@ class Answering:
             yield
 
     def _compute(self, kind: str, requests: list[Any], disable_tqdm: bool) -> list[Any]:
-        """Answer by lm-eval's `hf`."""
         with replaced(self.lm, asked=[request.args for request in requests]):
             return list(getattr(HFLM, kind)(self.lm, requests, disable_tqdm=disable_tqdm))
 

@@ -81,8 +81,9 @@ async def send(client: aiohttp.ClientSession, method: str, url: str, content: An
     """Send a request and read the complete response; raise `RetryableError` if there is none within the limits."""
     try:
         async with client.request(method, url, json=content) as response:
-            body = await response.read()
-            return Response(response.status, body, parse_retry_after(response.headers.get("Retry-After")))
+            retry_after = response.headers.get("Retry-After", "")  # seconds, or a date
+            seconds = float(retry_after) if retry_after.isdecimal() else None
+            return Response(response.status, await response.read(), seconds)
     except TimeoutError:
         raise RetryableError(
             f"no response within {client.timeout.total:g} seconds (timeout= and num_concurrent= decide)"
@@ -93,13 +94,6 @@ async def send(client: aiohttp.ClientSession, method: str, url: str, content: An
         raise RetryableError(reason, is_servers=True) from None
     except (aiohttp.ClientError, OSError, ValueError) as error:
         raise RetryableError(f"the connection broke ({first_line(error)})") from None
-
-
-def parse_retry_after(header: str | None) -> float | None:
-    """Parse the number of seconds in a `Retry-After` header; None for a date."""
-    with suppress(ValueError):
-        return max(0.0, float(header or ""))
-    return None
 
 
 def parse(parser: Callable[[Any], Any], value: Any) -> Any:
@@ -115,13 +109,6 @@ def parse(parser: Callable[[Any], Any], value: Any) -> Any:
 def parse_json(body: bytes) -> Any:
     """Parse a response body as JSON; raise `RetryableError` if it is not JSON."""
     return parse(json.loads, body)
-
-
-def whole_number(value: Any, minimum: int = 0) -> int:
-    """Return a value if it is an integer of at least `minimum`; raise `ValueError` otherwise."""
-    if type(value) is not int or value < minimum:
-        raise ValueError(f"{value!r} is not a whole number of at least {minimum}")
-    return value
 
 
 def log_probability(value: Any) -> float:

@@ -117,7 +117,6 @@ class PrunedHFLM(AnsweringLM, HFLM):
         return pretrained
 
     def _load(self, pretrained: Any) -> None:
-        """Load the model as `hf` does, or use a loaded one."""
         others = dict(self.arguments.others)
         if others.get("device") is None and not torch.cuda.is_available():
             others["device"] = "mps" if torch.backends.mps.is_available() else "cpu"

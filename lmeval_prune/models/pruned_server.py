@@ -83,18 +83,30 @@ class PrunedServerLM(AnsweringLM, LocalCompletionsAPI):
         refuse_empty(values, SERVER_OPTIONS)
         variant_arguments = {name: value for name, value in values.items() if name not in SERVER_OPTIONS}
         self.arguments = Arguments.of(variant_arguments)
-        self._check_arguments()
+        for intervention in self.arguments.interventions:
+            if not isinstance(intervention, HeadMask):
+                raise InputError(
+                    f"a server's adapters can only prune heads: {type(intervention).__name__} cannot be served; give "
+                    f"heads=, mask= or router=, or use pruned-hf"
+                )
+        for name in self.arguments.others:
+            raise unknown_argument(name, SERVER_OPTIONS)
         self.options = ServerOptions(**{name: value for name, value in values.items() if name in SERVER_OPTIONS})
         if self.options.lora and (self.arguments.interventions or self.arguments.router):
             raise InputError("a request has one adapter: give either lora=, or heads=, mask= or router=")
         self.lora = read_lora(self.options.lora) if self.options.lora else {}
         self.kind, self.seed = self.options.kind, self.options.seed
         self.endings: deque[Ending] = deque()
-        self.checkpoint = self._read_checkpoint()
+        model = str(self.options.pretrained or self.options.tokenizer or self.options.model)
+        source = {"revision": self.options.revision, "trust_remote_code": self.options.trust_remote_code}
+        description = {key: value for key, value in self.arguments.description.items() if value is not None}
+        self.checkpoint = Checkpoint({"pretrained": model, **source, **description})
         self.config, self.model_map = self.checkpoint.config, self.checkpoint.map
         self.adapters = read_adapters(self.options.adapters) if self.options.adapters else {}
         self.base, self.dtype = self._identify_base(), self._resolve_dtype()
-        connection = Connection(self.header, self._certificates(), self.options.timeout)
+        certificates, verify = self.options.ca_cert_path, self.options.verify_certificate
+        context = ssl.create_default_context(cafile=certificates) if certificates and verify else verify
+        connection = Connection(self.header, context, self.options.timeout)
         url, limits = self.options.url, (self.options.num_concurrent, self.options.max_retries)
         try:
             listing = connection.run(partial(list_models, url=url, kind=self.kind))
@@ -124,25 +136,6 @@ class PrunedServerLM(AnsweringLM, LocalCompletionsAPI):
 
     # ------------------------------------------------------------------ set-up
 
-    def _check_arguments(self) -> None:
-        for intervention in self.arguments.interventions:
-            if not isinstance(intervention, HeadMask):
-                raise InputError(
-                    f"a server's adapters can only prune heads: {type(intervention).__name__} cannot be served; give "
-                    f"heads=, mask= or router=, or use pruned-hf"
-                )
-        for name in self.arguments.others:
-            raise unknown_argument(name, SERVER_OPTIONS)
-
-    def _read_checkpoint(self) -> Checkpoint:
-        """Read the served model's configuration and, if they are here, its files."""
-        name = self.options.pretrained or self.options.tokenizer or self.options.model
-        if not name:
-            raise InputError("name the served model: pretrained=NAME_OR_FOLDER with its configuration and tokenizer")
-        description = {key: value for key, value in self.arguments.description.items() if value is not None}
-        source = {"revision": self.options.revision, "trust_remote_code": self.options.trust_remote_code}
-        return Checkpoint({"pretrained": str(name), **source, **description})
-
     def _identify_base(self) -> str:
         """Return the digest of the served checkpoint, from the adapters' manifests or from local weights."""
         path = self.checkpoint.path
@@ -151,15 +144,12 @@ class PrunedServerLM(AnsweringLM, LocalCompletionsAPI):
         except InputError:  # only configuration and tokenizer are here
             self.local = None
         bases = {adapter["base"]["checkpoint"]: name for name, adapter in self.adapters.items()}
-        if len(bases) > 1:
-            names = " and ".join(list(bases.values())[:2])
-            raise InputError(f"{self.options.adapters}: {names} were made from different models; export them again")
         if bases:
-            ((base, name),) = bases.items()
-            if self.local not in (None, base):
+            base, *others = bases
+            if others or self.local not in (None, base):
                 raise InputError(
-                    f"adapter {name} was made from {self.adapters[name]['base']['name']}, another base model than "
-                    f"{path}; give pretrained= of the served model, or export the adapters again"
+                    f"{' and '.join(list(bases.values())[:2])} in {self.options.adapters} were made from another model "
+                    f"than {path}; give pretrained= of the served model, or export the adapters again"
                 )
             return str(base)
         if self.local is None and self.arguments.responses:
@@ -184,7 +174,6 @@ class PrunedServerLM(AnsweringLM, LocalCompletionsAPI):
         return dtype
 
     def _init_lm_eval(self) -> None:
-        """Initialise lm-eval's class and the tokenizer."""
         options = {
             option: getattr(self.options, option)
             for option in _LM_EVAL_OPTIONS
@@ -217,11 +206,6 @@ class PrunedServerLM(AnsweringLM, LocalCompletionsAPI):
             return dict(self.options.header)
         key = self.options.auth_token or self.api_key
         return {"Authorization": f"Bearer {key}"} if key else {}
-
-    def _certificates(self) -> Any:
-        """Return aiohttp's `ssl` argument."""
-        path, verify = self.options.ca_cert_path, self.options.verify_certificate
-        return ssl.create_default_context(cafile=path) if path and verify else verify
 
     @property
     def served(self) -> ServedModel:

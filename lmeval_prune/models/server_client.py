@@ -194,7 +194,6 @@ class ServerClient:
     def _parse_generated(
         self, body: dict[str, Any], name: str, beginning: str, until: list[str], length: int
     ) -> GeneratedText:
-        """Read a generated text from a server's response; `length` tokens were requested."""
         answer = self._parse_text(body)
         if answer is None:
             if not self._warned_missing_text:
@@ -253,7 +252,6 @@ class ServerClient:
         return Job("/v1/completions", lambda: payload, lm.answering.variant(), parse, name, index)
 
     def _windows(self, text: str) -> list[tuple[list[int], list[int]]]:
-        """Split a text into pairs of context tokens and scored tokens."""
         windows = utils.get_rolling_token_windows(
             token_list=self.lm.tok_encode(text),
             prefix_token=self.lm.prefix_token_id,

@@ -83,7 +83,6 @@ class Probe:
             raise InputError(f"{url} has another tokenizer than this run; set tokenizer= to that of the served model")
 
     def _signatures(self, variants: Sequence[ServedVariant]) -> list[Signature]:
-        """Request the log-probabilities of the probe text under each variant."""
         kind = self.dispatcher.kind
         scored = {"max_tokens": 1, "echo": True} if kind.scores_prompts else {"max_tokens": GENERATED_LENGTH}
         settings = {
@@ -99,7 +98,6 @@ class Probe:
         return replace(self.dispatcher, num_concurrent=1).run(jobs)
 
     def _parse_signature(self, body: dict[str, Any]) -> Signature:
-        """Read the signature from a server's response."""
         logprobs = body["choices"][0]["logprobs"]
         if "content" in logprobs:  # the format of chat completions, which llama.cpp also uses for completions
             pairs = [(str(token["token"]), token["logprob"]) for token in logprobs["content"]]

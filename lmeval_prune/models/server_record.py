@@ -25,9 +25,7 @@ Signature = list[tuple[str, float]]  # the probe text's tokens and log-probabili
 
 
 class _Content(TypedDict):
-    signatures: dict[
-        str, list[list[str | Finite]]
-    ]  # pairs of a `Signature`, by a digest of what is known of the model otherwise
+    signatures: dict[str, list[list[str | Finite]]]  # pairs, by a digest of what else is known of the model
 
 
 class ServerRecord:

@@ -93,7 +93,6 @@ def fit(
 
 
 def _print_fit(router: Any, output: str) -> None:
-    """Print what was fitted, and how it does on the validation questions."""
     details = router.about
     chosen = ", ".join(f"{name} = {value}" for name, value in details["chosen"].items())
     print(f"{output}: {router.method} router over {len(router.pool)} heads, {chosen}")

@@ -112,7 +112,6 @@ def samples_curve(name: str, path: str, outcomes: Outcomes, n: int) -> Curve:
 
 
 def _read_sample(sample: Any, field: str, n: int) -> tuple[str, str, dict[str, Any], np.ndarray]:
-    """Return a sample's question, prompt, settings, and pass@k for k = 1 … n."""
     (request,) = sample["arguments"].values()
     prompt, settings = request["arg_0"], request["arg_1"]
     tries = len(sample["filtered_resps"][0])  # excludes the copies that pad ranks

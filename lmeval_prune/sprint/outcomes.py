@@ -281,7 +281,6 @@ class OutcomeStore:
 
 
 def _outcomes(content: dict[str, Any], questions: list[dict[str, Any]], cells: list[dict[str, Any]]) -> Outcomes:
-    """Arrange the cells of a store in matrices."""
     pool = content["pool"]
     row_of = {Question.of(row): i for i, row in enumerate(questions)}
     column_of = {name: i for i, name in enumerate(pool)}
@@ -304,7 +303,6 @@ def _outcomes(content: dict[str, Any], questions: list[dict[str, Any]], cells: l
 
 
 def _lengths(cells: list[dict[str, Any]], tasks: dict[str, Any]) -> dict[str, Any]:
-    """Summarise the lengths of the cells' answers, and how many were cut off."""
     endings: dict[str, list[Ending | None]] = defaultdict(list)
     for cell in cells:
         is_complete = None not in (cell["length"], cell["cut_off"])

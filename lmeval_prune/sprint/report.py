@@ -107,7 +107,10 @@ def _read_inputs(options: ReportOptions) -> tuple[Outcomes, Outcomes | None, Rou
         test, train = _split_held_out(test, train, router)
     read = [test.model, *([train.model] if train else []), *([router.about.get("model") or {}] if router else [])]
     models = [model for model in read if model]
-    if len({json.dumps([_weights(model), model.get("interventions", [])]) for model in models}) > 1:
+    known = ("server", "dtype", "checkpoint")  # of a served model, which has no weights
+    weights = [model.get("weights") or [model[name] for name in known if name in model] for model in models]
+    pruning = [model.get("interventions", []) for model in models]
+    if len(set(map(json.dumps, zip(weights, pruning, strict=True)))) > 1:
         raise InputError("stores and router are of different models, or of one under different pruning; use the same")
     notes: list[str] = []
     if train:
@@ -159,10 +162,6 @@ def _compare_settings(test: Outcomes, tasks: Mapping[str, Any], subject: str) ->
 
 def _pool(test: Outcomes, router: Router | None) -> list[str]:
     return router.pool if router else test.pool
-
-
-def _weights(model: dict[str, Any]) -> Any:
-    return model.get("weights") or [model[name] for name in ("server", "dtype", "checkpoint") if name in model]
 
 
 def _curves(options: ReportOptions, test: Outcomes, train: Outcomes | None, router: Router | None) -> list[Curve]:
@@ -230,7 +229,6 @@ def cost_table(curves: Sequence[Curve]) -> str:
 
 
 def _difference_table(tests: dict[str, list[dict[str, float]]]) -> str:
-    """Return a Markdown table of the router's differences and p-values, significant ones bold; empty without tests."""
     if not tests:
         return ""
 
@@ -243,7 +241,6 @@ def _difference_table(tests: dict[str, list[dict[str, float]]]) -> str:
 
 
 def _choice_table(choices: Sequence[Counter[str]]) -> str:
-    """Return a Markdown table of the heads that the router chose for each try."""
     rows = [
         (k, len(counts), ", ".join(f"{name} ({count})" for name, count in counts.most_common(4)))
         for k, counts in enumerate(choices, 1)

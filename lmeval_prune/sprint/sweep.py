@@ -211,6 +211,7 @@ class Sweep:
         """Return all settings of a task that outcomes depend on, as JSON."""
         template = lm.chat_template(True) if self.options.apply_chat_template else ""
         code = code_digest(task, dict(vars(task.config)), own=False)
+        function = task.get_config("process_results")
         return {
             "generation": json.loads(json.dumps(task.get_config("generation_kwargs"), default=str)),
             "num_fewshot": task.get_config("num_fewshot"),
@@ -219,20 +220,13 @@ class Sweep:
             "metric": f"{task.metric},{task.filter}",
             "question_field": task.question_field,
             "version": str((task.get_config("metadata") or {}).get("version", "")),
-            "scoring": _scoring(task),
+            "scoring": f"{function.__module__}:{function.__qualname__}" if callable(function) else "",
             "scored_splits": self.scored_splits[name],
             **({"code": code} if code else {}),
         }
 
 
-def _scoring(task: SweptTask) -> str:
-    """Return the name of the function that scores a task, as `MODULE:NAME`; empty without one."""
-    function = task.get_config("process_results")
-    return f"{function.__module__}:{function.__qualname__}" if callable(function) else ""
-
-
 def _questions(tasks: dict[str, SweptTask]) -> list[dict[str, Any]]:
-    """Return the rows of `questions.parquet`."""
     rows = []
     for name, task in tasks.items():
         for doc_id, prompt in sorted(task.prompts.items()):
@@ -244,7 +238,6 @@ def _questions(tasks: dict[str, SweptTask]) -> list[dict[str, Any]]:
 
 
 def _cells(tasks: dict[str, SweptTask], samples: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """Return the rows of `cells.parquet` from lm-eval's samples."""
     cells = []
     for name, rows in samples.items():
         for row in rows:
@@ -264,7 +257,6 @@ def _cells(tasks: dict[str, SweptTask], samples: dict[str, list[dict[str, Any]]]
 
 
 def _identity(lm: Model) -> dict[str, Any]:
-    """Return the identity of a model in a store."""
     name = str(getattr(lm.config, "_name_or_path", ""))
     identity = {"name": Path(name).name or name, **lm.identity, "interventions": lm.answering.interventions()}
     identity |= {"versions": lm.answering.versions}

@@ -191,23 +191,6 @@ def test_another_model_of_the_same_configuration_is_left_alone(attention: str) -
     assert not torch.equal(doubled, plain)
 
 
-def test_other_implementations_are_refused() -> None:
-    model = tiny("llama")
-    model.config._attn_implementation = "flash_attention_2"
-    with pytest.raises(InputError):
-        check_attention_calls(map_model(model))
-
-
-def test_a_model_without_weights_runs_under_a_method() -> None:
-    """Its device, which has no autocast, is that of shapes and of counts of operations."""
-    model = tiny("llama").to("meta")
-    x = torch.ones(2, device="meta")
-    with HeadMask("L0H1").applied_to(model), torch.no_grad():
-        assert model(tokens().to("meta")).logits.is_meta
-    with pytest.raises(InputError):
-        changed_by(tiny, x.double(), x)
-
-
 def test_a_change_may_have_another_type_under_autocast() -> None:
     """There operations choose the type; elsewhere it is refused, and so are integers."""
     x = torch.ones(2, 3)

@@ -252,15 +252,6 @@ def test_the_source_archive_can_build_the_wheel() -> None:
     assert not any(name.startswith((".venv", "out/")) for name in files)
 
 
-def test_the_folder_of_an_embedded_model_alone(capsys: pytest.CaptureFixture) -> None:
-    assert main(["models", "smollm2-135m"]) == 0
-    assert (Path(capsys.readouterr().out.strip()) / "config.json").is_file()
-    assert main(["models", "smollm"]) == 2
-    assert "there are smollm2-135m" in capsys.readouterr().err
-    assert main(["mask", "--pretrained", "smollm2-135m", "--heads", "L0H0", "--output", "/proc/x/mask.json"]) == 2
-    assert capsys.readouterr().err.startswith("lmeval-prune: error: /proc/x/mask.json cannot be written")
-
-
 def test_masks_are_written_and_listed(tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     path, model = tmp_path / "mask.json", ["--pretrained", str(tiny_folder)]
     assert main(["mask", *model, "--heads", "L0H1-2", "--output", str(path)]) == 0

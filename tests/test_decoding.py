@@ -254,13 +254,6 @@ def test_what_a_short_check_cannot_see_is_refused(family: str, changes: dict[str
     assert all(result[request.tag] == alone(model, request) for request in requests)
 
 
-def test_a_model_that_does_not_know_logits_to_keep_falls_back() -> None:
-    model = tiny("llama")
-    inner = type(model).forward
-    model.forward = lambda *args, logits_to_keep=0, **kwargs: inner(model, *args, **kwargs)
-    assert "logits_to_keep" in str(Engine(model).unsupported)
-
-
 def test_two_runs_on_two_models_do_not_meet_and_on_one_model_are_refused() -> None:
     model, other = model_of("llama"), model_of("llama", vocab_size=60)
     requests = some_requests(model, seed=6)
@@ -313,58 +306,6 @@ def watch(monkeypatch: pytest.MonkeyPatch, method: str, after: Any) -> None:
         return result
 
     monkeypatch.setattr(Scheduler, method, watched)
-
-
-@pytest.mark.parametrize("budget", [0, 3, 6, 40])
-def test_steps_stay_within_the_budget(budget: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[tuple[int, int]] = []
-    watch(monkeypatch, "_step", lambda run: seen.append((run.statistics.step_rows, run.statistics.step_tokens)))
-    engine = Engine(model_of("llama"), Letters(), max_rows=4, schedule=Schedule(budget=budget))
-    answers(engine, some_requests(engine.model, seed=3, prompts=6))
-    steps = [(b[0] - a[0], b[1] - a[1]) for a, b in itertools.pairwise([(0, 0), *seen])]
-    assert all(tokens <= max(budget, rows) for rows, tokens in steps)
-    assert any(tokens > rows for rows, tokens in steps) == (budget >= 3)
-
-
-@pytest.mark.parametrize("share", [True, False])
-def test_a_pass_of_prompts_is_bounded_and_decoding_waits_for_one(share: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lmeval_prune.decoding.model_runner.PASS", 30)
-    passes: list[tuple[bool, int, int]] = []  # whether rows were being decoded, rows that started, prompt tokens
-    started: list[int] = []
-
-    def pass_done(run: Scheduler) -> None:
-        rows = run.active[sum(started) :]
-        passes.append((waiting[0], len(rows), sum(len(row.request.prompt) for row in rows)))
-        started.append(len(rows))
-
-    inner, waiting = Scheduler._admit, [False]
-
-    def admit(self: Scheduler) -> None:
-        started[:] = [len(self.active)]
-        waiting[0] = bool(self.active)
-        before = len(passes)
-        inner(self)
-        assert len([n for _, n, _ in passes[before:] if n]) <= 1 or not waiting[0]
-
-    monkeypatch.setattr(Scheduler, "_admit", admit)
-    for method in ("_start_leaders", "_start_followers"):
-        watch(monkeypatch, method, pass_done)
-    model = model_of("llama")
-    rng = random.Random(0)
-    requests = [
-        Request(
-            tuple(rng.choices(range(3, VOCABULARY), k=length)),
-            mask,
-            SamplingParams(4 + number % 5, eos=()),
-            tag=(number, i),
-        )
-        for number, length in enumerate([9, 40, 12, 14, 3, 29, 31, 8, 8, 8])
-        for i, mask in enumerate([None, HeadMask("L1H0"), HeadMask("L2H1")])
-    ]
-    answers(Engine(model, max_rows=7, schedule=Schedule(share=share, follow=2)), requests)
-    assert sum(rows for _, rows, _ in passes) == 30 and any(busy for busy, *_ in passes)
-    assert all(tokens <= 30 or rows == 1 for _, rows, tokens in passes)
-    assert any(rows > 1 for _, rows, _ in passes)
 
 
 FILTERED = TokenFilter(0.4, focus="uniform", warmup=3)
@@ -493,16 +434,6 @@ def test_the_model_is_as_before_even_when_the_caller_stops_early() -> None:
     assert list(model.model.layers) == layers and model.config._attn_implementation == attention
     assert not any(module._forward_pre_hooks for module in model.modules())
     assert torch.equal(model(ids).logits, before)
-
-
-def test_answers_come_as_they_are_ready() -> None:
-    model = model_of("llama")
-    prompt = (5, 6, 7)
-    long, short = (
-        Request(prompt, None, SamplingParams(60), tag="long"),
-        Request((9, 8), None, SamplingParams(2), tag="short"),
-    )
-    assert [request.tag for request, _ in Engine(model).decode([long, short])] == ["short", "long"]
 
 
 # --------------------------------------------------------------------------- sampling

@@ -15,11 +15,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from lmeval_prune import HeadMask, map_model
+from lmeval_prune import HeadMask
 from lmeval_prune.architectures import ModelMap
 from lmeval_prune.decoding import Engine, Request, SamplingParams, Schedule
 from lmeval_prune.decoding.kv_cache import KVCache
-from lmeval_prune.decoding.model_runner import Chunk, ModelRunner
 from lmeval_prune.decoding.scheduler import Statistics
 from lmeval_prune.interventions import Intervention, interventions_on
 from lmeval_prune.interventions.attention_call import Attend, AttentionCall, intercept_attention
@@ -206,39 +205,6 @@ def test_two_methods_remember_what_they_remember(first: bool, keep: bool) -> Non
             assert result[request.tag] == text[len(request.prompt) :], request
 
 
-@pytest.mark.parametrize("keep", [False, True])
-def test_what_another_method_lets_stay_and_ask_is_no_more_than_before(keep: bool) -> None:
-    model, passed = tiny("llama"), []
-    model_map, filtered = map_model(model), TokenFilter(0.4, focus="uniform", warmup=3, keep_skipped_kv=keep)
-    stored_mask, query_mask = torch.arange(20) % 4 != 1, torch.arange(20) % 4 < 2
-
-    def behind(call: AttentionCall, attend: Attend) -> Any:
-        passed.append(call)
-        return attend(call)
-
-    for before in (
-        {},
-        {"stored_mask": stored_mask},
-        {"query_mask": query_mask},
-        {"stored_mask": stored_mask, "query_mask": stored_mask & query_mask},
-    ):
-        with ExitStack() as stack:
-            intercept_attention(model_map, behind, stack)
-            stack.enter_context(filtered.applied_to(model))
-            intercept_attention(model_map, lambda call, attend, before=before: attend(replace(call, **before)), stack)
-            runner = stack.enter_context(ModelRunner.attached(model_map, KVCache(1, 20), [None]))
-            passed.clear()
-            with torch.inference_mode():
-                runner.forward([Chunk(0, 0, 0, range(3, 23))])
-            kept = [~skipped[0] for skipped in interventions_on(model)[0].skipped.values()]
-        everything = torch.ones(20, dtype=torch.bool)
-        for call, these in zip(passed, kept, strict=True):
-            assert not these.all() and call.query_mask is not None
-            staying = before.get("stored_mask", everything) if keep else before.get("stored_mask", everything) & these
-            assert torch.equal(everything if call.stored_mask is None else call.stored_mask, staying)
-            assert torch.equal(call.query_mask, before.get("query_mask", before.get("stored_mask", everything)) & these)
-
-
 @pytest.mark.parametrize("prompts", [3, pytest.param(6, marks=pytest.mark.long)])
 def test_decisions_where_the_tensors_are_are_the_same(prompts: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU, without its kernels."""
@@ -287,33 +253,6 @@ def test_a_slot_holds_what_was_not_skipped(monkeypatch: pytest.MonkeyPatch) -> N
         assert not cache.keys[layer][0, :, held:].any()
         places = cache.positions[layer][0, :held]
         assert (places.diff() > 0).all() and places[-1] < 40
-
-
-@pytest.mark.parametrize("keep", [False, True])
-@pytest.mark.parametrize(("dtype", "memory"), [(torch.float64, 200_000), (torch.bfloat16, 60_000)])
-def test_slots_take_what_memory_counts(
-    keep: bool, dtype: torch.dtype, memory: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """All that a slot takes, and no more."""
-    model, caches = tiny("llama", dtype=dtype), []
-    inner = KVCache.__init__
-    monkeypatch.setattr(KVCache, "__init__", lambda self, *args: (inner(self, *args), caches.append(self))[0])
-    requests = [Request((5, 6, 7, 8 + n), None, SamplingParams(12, ())) for n in range(50)]
-    with TokenFilter(**QUICK, keep_skipped_kv=keep).applied_to(model):
-        engine = Engine(model, memory=memory)
-        assert engine.unsupported is None
-        list(engine.decode(requests))
-    cache = caches[-1]
-    states: list[Any] = [state for states in cache.states.values() for state in states.values()]
-    tensors = [
-        tensor
-        for by_layer in (cache.keys, cache.values, cache.positions, cache.lengths)
-        for tensor in by_layer.values()
-    ]
-    tensors += [tensor for state in states for tensor in state.tensors]
-    held = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-    assert len(states) == 2 and cache.count < 50
-    assert held <= memory < held + 2 * held // cache.count
 
 
 @pytest.mark.parametrize(("number", "rows"), [(4, 3), pytest.param(6, 4, marks=pytest.mark.long)])

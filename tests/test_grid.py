@@ -17,7 +17,6 @@ import torch
 from lm_eval import simple_evaluate
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from lmeval_prune import InputError
 from lmeval_prune.cli import main
 from lmeval_prune.grid import cells as cells_module
 from lmeval_prune.grid import worker as worker_module
@@ -30,7 +29,6 @@ from lmeval_prune.grid.run import run
 from lmeval_prune.interventions import HeadMask
 from lmeval_prune.models import identity as identity_module
 from lmeval_prune.models.answer_store import AnswerStore, read_answers
-from lmeval_prune.models.pruned_hf import PrunedHFLM
 from lmeval_prune.pruners.magnitude import Magnitude
 from tests.conftest import ROOT, task_manager
 from tests.kills import killing_after
@@ -466,28 +464,6 @@ def test_a_task_counts_by_its_prompts_and_by_all_files_beside_its_code(tiny_fold
     assert len({first, *changed}) == 5
 
 
-def test_metadata_count_where_a_task_reads_them(tiny_folder: Path, tmp_path: Path) -> None:
-    data = """
-def data(**metadata):
-    from datasets import Dataset
-    return {"test": Dataset.from_list([{"question": "?" * metadata.get("length", 1), "answer": "4"}])}
-"""
-    (tmp_path / "prompts.py").write_text(PROMPTS + data)
-    source = "dataset_path: json\ndataset_kwargs: {data_files: {test: DATA}}\n"
-    (tmp_path / "mine.yaml").write_text(TASK.replace(source, "custom_dataset: !function prompts.data\n"))
-    metadata: list[dict[str, Any]] = [{}, {"length": 1}, {"colour": "red"}, {"length": 2}]
-    keys = [key_of(tiny_folder, tasks=[str(tmp_path / "mine.yaml")], metadata=value) for value in metadata]
-    assert keys[0] == keys[1] == keys[2] != keys[3]
-
-
-def test_prompts_count_where_no_code_tells(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from lm_eval.api.task import ConfigurableTask
-
-    key, own = key_of(tiny_folder), ConfigurableTask.doc_to_text
-    monkeypatch.setattr(ConfigurableTask, "doc_to_text", lambda *args: f"{own(*args)} ")
-    assert key_of(tiny_folder) != key
-
-
 def test_a_mask_counts_by_its_heads_and_a_router_by_its_content(tiny_folder: Path, tmp_path: Path) -> None:
     from lmeval_prune import HeadMask
     from lmeval_prune.architectures import map_model
@@ -531,28 +507,3 @@ def test_the_command_of_a_cell_does_the_same(tiny_folder: Path, whole: Path, tmp
 
 
 # ---------------------------------------------------------------------- what it stands on
-
-
-def test_a_loaded_model_answers_under_other_arguments(tiny_folder: Path) -> None:
-    lm = PrunedHFLM(str(tiny_folder), dtype="float64", device="cpu", heads="L0H1")
-    lm.reconfigure(dtype="float64", device="cpu", heads="L1H2", engine="batched")
-    assert lm.pruning_info()["heads"] == ["L1H2"] and lm.engine is not None
-    with pytest.raises(InputError):
-        lm.reconfigure(dtype="float32", device="cpu")
-    assert lm.pruning_info()["heads"] == ["L1H2"]
-    lm.reconfigure(dtype="float64", device="cpu", engine="generate")
-    assert lm.pruning_info()["heads"] == [] and lm.engine is None
-
-
-def test_a_store_stays_open_from_variant_to_variant(tiny_folder: Path, tmp_path: Path) -> None:
-    arguments = {"dtype": "float64", "device": "cpu"}
-    lm = PrunedHFLM(str(tiny_folder), **arguments, responses=str(tmp_path / "a"))
-    store = lm.answering.store
-    lm.reconfigure(**arguments, heads="L0H1", responses=str(tmp_path / "a"))
-    assert store is lm.answering.store
-    lm.reconfigure(**arguments, responses=str(tmp_path / "b"))
-    AnswerStore(tmp_path / "a").close()  # free again
-    assert lm.answering.store and lm.answering.store.folder == tmp_path / "b"
-    lm.reconfigure(**arguments)
-    assert lm.answering.store is None
-    AnswerStore(tmp_path / "b").close()

@@ -16,7 +16,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from lmeval_prune.decoding import Engine, Request, SamplingParams
 from lmeval_prune.models.checkpoint import Checkpoint
 from lmeval_prune.models.engine_choice import EngineChoice
-from lmeval_prune.models.lengths import Ending, cut_off_note, merge_lengths, summarize_lengths
 from tests.conftest import task_manager
 from tests.test_pruned_hf import PROMPTS, model, request
 
@@ -135,20 +134,6 @@ def test_an_end_token_is_no_cut(tiny_folder: Path) -> None:
         lm.generate_until(free)
         result.append(lm.answering.lengths["free"])
     assert result[0] == result[1] == result[2] and result[0]["cut_off"] < 1 and result[0]["mean_tokens"] < 12
-
-
-def test_parts_are_weighted_by_what_is_known() -> None:
-    parts = [
-        summarize_lengths([Ending(4, True), None, Ending(2, False)], 4),
-        summarize_lengths([Ending(8, True)], 8),
-        summarize_lengths([None], None),
-    ]
-    result = merge_lengths(parts)
-    assert result == {"answers": 5, "unknown": 2, "cut_off": 2 / 3, "mean_tokens": 14 / 3, "max_gen_toks": 8}
-    assert (
-        cut_off_note(result) == "67% of the answers were cut off at 8 tokens"
-        and cut_off_note(summarize_lengths([], 3)) == ""
-    )
 
 
 @pytest.mark.parametrize("engine", ["generate", "batched"])

@@ -329,44 +329,6 @@ CONTRASTS = """() => {
 }"""
 
 
-def test_the_address_keeps_what_was_chosen(grid: Path, open_page: Open) -> None:
-    page = open_page(grid)
-    assert fragment(page) == ""
-    page.select_option("#task", "asdiv, as given")
-    ready(page)
-    page.select_option("#b", "half")
-    page.click("#table th[data-column=name] button")
-    page.click("[data-kind=onlyA]")
-    page.click("tr[data-variant=half] button")
-    page.fill("#filter", "h")
-    page.fill("#find", "Step by half")
-    address = fragment(page)
-
-    def chosen(page: Any) -> list[Any]:
-        values = [page.input_value(f"#{name}") for name in ("task", "question_task", "a", "b", "filter", "find")]
-        rows = page.locator("#table tbody tr").evaluate_all(
-            "rows => rows.map((row) => row.dataset.variant ?? 'detail')"
-        )
-        return [*values, rows, page.inner_text("[aria-pressed=true][data-kind]"), page.locator(".item").count()]
-
-    state = chosen(page)
-    assert state[:6] == ["asdiv, as given", "asdiv, as given", "dense", "half", "h", "Step by half"]
-    assert state[6:] == [["half", "detail", "random 10% of heads, seed 1"], "only A right: 6", 6]
-    assert chosen(open_page(grid, address)) == state
-    page.go_back()  # what was typed is no step of its own
-    ready(page)
-    assert chosen(page)[4:6] == ["", ""] and chosen(page)[7] != state[7]
-    for _ in range(4):
-        page.go_back()
-        ready(page)
-    assert fragment(page) == "" and page.input_value("#task") == page.locator("#task option").last.get_attribute(
-        "value"
-    )
-    page.go_forward()
-    ready(page)
-    assert page.input_value("#task") == "asdiv, as given"
-
-
 def test_a_link_opens_its_question(grid: Path, open_page: Open) -> None:
     page = open_page(grid, viewport={"width": 360, "height": 740})
     page.select_option("#b", "half")

@@ -1,6 +1,5 @@
 """`pruned-hf` against `hf` and against a plain transformers script."""
 
-import hashlib
 import json
 import random
 import shutil
@@ -142,23 +141,6 @@ def test_results_file_names_heads_and_artefact(tiny_folder: Path, tmp_path: Path
     json.dumps(pruning)
 
 
-def test_masks_leave_with_the_model_class(tiny_folder: Path) -> None:
-    network = tiny("llama", vocab_size=259, max_position_embeddings=512)
-    wrapped = PrunedHFLM(network, heads=HEADS, tokenizer=AutoTokenizer.from_pretrained(tiny_folder))
-    assert interventions_on(network)
-    del wrapped
-    assert interventions_on(network) == ()
-
-
-def test_recorded_hash_is_of_the_mask_that_was_read(tiny_folder: Path, tmp_path: Path) -> None:
-    path = tmp_path / "mask.json"
-    HeadMask("L0H1").save(path, map_model(AutoModelForCausalLM.from_pretrained(tiny_folder)))
-    before = path.read_bytes()
-    pruned = model(tiny_folder, mask=str(path))
-    path.unlink()
-    assert pruned.pruning_info()["mask_file_sha256"] == hashlib.sha256(before).hexdigest()
-
-
 def test_close_undoes_the_pruning(tiny_folder: Path) -> None:
     network = tiny("llama", vocab_size=259, max_position_embeddings=512)
     inputs = tokens()
@@ -187,12 +169,6 @@ def test_encoder_decoders_are_pruned_too(tiny_folder: Path, tmp_path: Path, kind
     else:
         first, pruned, zeroed = ([value[0] if isinstance(value, tuple) else value for value in a] for a in answers)
         assert first != pytest.approx(pruned, abs=1e-3) and pruned == pytest.approx(zeroed, abs=1e-9)
-
-
-def test_automatic_batch_size_works(tiny_folder: Path) -> None:
-    automatic = model(tiny_folder, heads=HEADS, batch_size="auto", max_batch_size=4, max_length=128)
-    expected = [v for v, _ in model(tiny_folder, heads=HEADS).loglikelihood(requests("loglikelihood"))]
-    assert [v for v, _ in automatic.loglikelihood(requests("loglikelihood"))] == pytest.approx(expected, abs=1e-9)
 
 
 def test_folding_any_head_changes_the_fingerprint() -> None:

@@ -236,18 +236,6 @@ def test_llama_cpp_is_told_the_scale_of_every_adapter(tiny_folder: Path) -> None
             assert (payload["top_k"], payload["top_p"], payload["min_p"]) == (50, 1.0, 0.0)  # as `hf`
 
 
-def test_llama_cpp_samples_in_the_order_of_hf(tiny_folder: Path) -> None:
-    """Its own order has the temperature last, so that `top_p` of a warm temperature would keep fewer tokens."""
-    sampled = {"max_gen_toks": 2, "temperature": 2.0, "top_p": 0.5}
-    with Stub(tiny_folder, HEADS, "llamacpp") as stub:
-        lm = served(tiny_folder, stub)
-        for settings in ({**sampled, "do_sample": True}, {"max_gen_toks": 2}):
-            lm.generate_until([request("generate_until", ("a", settings), 0)])
-        warm, greedy = stub.payloads[-2:]
-    assert warm["samplers"] == ["penalties", "temperature", "top_k", "top_p", "min_p"]
-    assert greedy["samplers"] == ["penalties", "temperature"]  # without what the server was started with
-
-
 @pytest.mark.parametrize("kind", ["vllm", "sglang", "llamacpp"])
 def test_the_repetition_penalty_is_that_of_hf(tiny_folder: Path, tmp_path: Path, kind: str) -> None:
     """It counts the prompt, is the model's own if the task has none, and never a default of the server."""
@@ -266,19 +254,6 @@ def test_the_repetition_penalty_is_that_of_hf(tiny_folder: Path, tmp_path: Path,
     for payload in stub.payloads:
         sent = {name: payload.get(name) for name in ("presence_penalty", "frequency_penalty", "mirostat")}
         assert not any(sent.values()) and payload.get("repeat_last_n", 0) <= 512  # of which it allocates memory
-
-
-def test_the_context_of_a_llama_cpp_is_that_of_one_slot(tiny_folder: Path) -> None:
-    """It ends an answer where its context is full, and says `length`, as if the task's limit had been reached."""
-    prompt = "one two three " * 12
-    with Stub(tiny_folder, HEADS, "llamacpp") as stub:
-        stub.length = 24
-        lm = served(tiny_folder, stub, probe=False)
-        assert lm.max_length == 24
-        lm.generate_until([text(prompt), text(prompt, 1)])
-        assert [len(payload["prompt"]) for payload in stub.payloads] == [16, 16]  # 8 are for the answer
-        stub.length, stub.trained_length = 512, 20  # a sliding window, which llama.cpp computes without
-        assert served(tiny_folder, stub, probe=False).max_length == 20
 
 
 @pytest.mark.parametrize("chat", [False, True])
@@ -547,15 +522,6 @@ def test_settings_of_the_model_that_a_server_does_not_know_are_refused(
                 lm.generate_until([text("a")])
         lm.generate_until([text("a", **off)])
     assert not {*own} & stub.payloads[-1].keys()
-
-
-def test_weights_that_are_not_here_cannot_be_told_apart(tiny_folder: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "final"
-    shutil.copytree(tiny_folder, folder, ignore=shutil.ignore_patterns("*.safetensors"))
-    with Stub(tiny_folder) as stub:
-        served(folder, stub, probe=False)
-        with pytest.raises(InputError):
-            served(folder, stub, probe=False, responses=str(tmp_path / "r"))
 
 
 def test_an_answer_without_text_is_not_kept(tiny_folder: Path, tmp_path: Path) -> None:

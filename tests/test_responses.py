@@ -156,24 +156,6 @@ def test_a_killed_sampled_run_ends_as_one_that_was_not(
         assert len({json.loads(line)["key"] for line in lines}) == len(lines) == len(instances)
 
 
-@pytest.mark.parametrize("stored", [False, True])
-def test_arguments_that_lm_eval_reports_twice(stored: bool, tiny_folder: Path, tmp_path: Path) -> None:
-    """It takes both settings for one, and reports a batch by those of its first request."""
-    settings = ({"until": ["\n"], "max_gen_toks": 4}, {"until": "\n", "max_gen_toks": 4})
-    instances = [request("generate_until", (PROMPTS[0], item), i, task="t") for i, item in enumerate(settings)]
-    lm = model(tiny_folder, batch_size=2, **({"responses": str(tmp_path / "s")} if stored else {}))
-    first, second = lm.generate_until(instances)
-    assert first == second and lm.answering.lengths["t"]["answers"] == 2
-
-
-@pytest.mark.parametrize("length", [48, pytest.param(64, marks=pytest.mark.long)])
-def test_going_on_with_few_requests_and_an_automatic_batch_size(tiny_folder: Path, tmp_path: Path, length: int) -> None:
-    lm = model(tiny_folder, responses=str(tmp_path / "s"), batch_size="auto:4", max_batch_size=2, max_length=length)
-    expected = [v for v, _ in model(tiny_folder).loglikelihood(requests("loglikelihood"))]
-    lm.loglikelihood(requests("loglikelihood")[:-2])
-    assert [v for v, _ in lm.loglikelihood(requests("loglikelihood"))] == pytest.approx(expected, abs=1e-9)
-
-
 @pytest.mark.parametrize("trials", [10, pytest.param(30, marks=pytest.mark.long)])
 def test_ranks_may_open_a_new_store_together_but_not_the_same_file(tmp_path: Path, trials: int) -> None:
     from concurrent.futures import ThreadPoolExecutor
@@ -229,18 +211,6 @@ def test_a_stored_answer_names_the_heads_that_were_pruned(tiny_folder: Path, tmp
     with HeadMask("L1H1").applied_to(lm.model):
         lm.generate_until(requests("generate_until")[:1])
     assert sorted(stored_heads(tmp_path / "ahead")) == ["L0H0", "L0H0+L1H1", "L0H0+L1H2+L1H3"]
-
-
-def test_two_files_are_merged_and_a_file_is_no_folder(tmp_path: Path) -> None:
-    first, second = AnswerStore(tmp_path / "s", 0), AnswerStore(tmp_path / "s", 1)
-    first.add("a", "x", {})
-    second.add("b", [1.5, True], {})
-    first.close()
-    assert AnswerStore(tmp_path / "s", 0).responses == {"a": "x", "b": [1.5, True]}
-    (tmp_path / "other").mkdir()
-    (tmp_path / "other" / "file").write_text("")
-    with pytest.raises(InputError, match="cannot be used"):
-        AnswerStore(tmp_path / "other" / "file")
 
 
 def live(folder: Path) -> tuple:
@@ -337,26 +307,6 @@ def test_models_that_differ_in_one_part_do_not_share_answers(tiny_folder: Path, 
         lm.close()
     item, other = identities
     assert [name for name in item if item[name] != other[name]] == [part] and item.keys() == other.keys()
-
-
-def test_only_drawn_answers_depend_on_the_engine_and_the_seed(tiny_folder: Path, tmp_path: Path) -> None:
-    for settings, expected in ((SAMPLED, [1, 2, 3, 4]), (GENERATE, [1, 1, 1, 1])):
-        instances, folder, counts = [request("generate_until", (PROMPTS[0], settings), 0)], tmp_path / str(expected), []
-        for seed in (1, 2):
-            for engine in ("generate", "batched"):
-                torch.manual_seed(seed)
-                fresh(tiny_folder, folder, instances, engine=engine)
-                counts.append(len((folder / "rank-0.jsonl").read_text().splitlines()))
-        assert counts == expected
-
-
-def test_adapters_are_looked_at_when_an_answer_is_asked_for(tiny_folder: Path, tmp_path: Path) -> None:
-    lm = changed_model("adapters", True, AutoTokenizer.from_pretrained(tiny_folder))
-    lm.answering.store, instances = AnswerStore(tmp_path / "s"), requests("generate_until")
-    adapted = lm.generate_until(instances)
-    with lm.model.disable_adapter():
-        assert lm.generate_until(instances) != adapted
-    assert lm.generate_until(instances) == adapted
 
 
 def test_weights_are_looked_at_when_an_answer_is_asked_for(tiny_folder: Path, tmp_path: Path) -> None:

@@ -396,17 +396,6 @@ def test_masks_that_add_to_scores_are_refused(hidden: float) -> None:
             output(model, inputs, attention_mask=mask[None, None], use_cache=False)
 
 
-def test_a_filter_on_two_models_counts_and_filters_each_by_itself() -> None:
-    large, small = tiny("llama", num_hidden_layers=4), tiny("llama")
-    inputs, token_filter = tokens(), quick_filter(ratio=0.4)
-    with token_filter.applied_to(large):
-        expected = output(large, inputs)
-        with token_filter.applied_to(small):
-            output(small, inputs)
-            torch.testing.assert_close(output(large, inputs), expected, rtol=0, atol=0)
-            assert len(interventions_on(small)[0].counts) == 2 and len(interventions_on(large)[0].counts) == 4
-
-
 def test_two_filters_are_refused() -> None:
     model, inputs = tiny("llama"), tokens()
     with quick_filter(ratio=0.4).applied_to(model):
@@ -414,26 +403,6 @@ def test_two_filters_are_refused() -> None:
         with pytest.raises(InputError), quick_filter(ratio=0.2).applied_to(model):
             pass
         assert torch.equal(output(model, inputs), before)
-
-
-def test_rows_of_a_cache_are_chosen_and_repeated() -> None:
-    model, inputs = tiny("llama"), tokens(rows=3, length=12)
-    chosen = torch.tensor([2, 0, 2])
-    with quick_filter(ratio=0.4).applied_to(model), torch.no_grad():
-        cache = DynamicCache(config=model.config)
-        model(inputs, past_key_values=cache, use_cache=True)
-        cache.reorder_cache(chosen)
-        following = tokens(rows=3, length=4, seed=5)
-        actual = model(following, past_key_values=cache, use_cache=True).logits
-        whole = output(model, torch.cat([inputs[chosen], following], dim=1))
-        torch.testing.assert_close(actual, whole[:, 12:], rtol=0, atol=1e-9)
-        cache = DynamicCache(config=model.config)
-        model(inputs, past_key_values=cache, use_cache=True)
-        cache.batch_repeat_interleave(2)
-        following = tokens(rows=6, length=4, seed=5)
-        actual = model(following, past_key_values=cache, use_cache=True).logits
-        whole = output(model, torch.cat([inputs.repeat_interleave(2, dim=0), following], dim=1))
-        torch.testing.assert_close(actual, whole[:, 12:], rtol=0, atol=1e-9)
 
 
 def test_beams_are_those_without_a_cache() -> None:
@@ -512,19 +481,6 @@ def test_texts_that_end_in_token_0_are_scored_as_alone(tiny_folder: Path) -> Non
     assert lm._loglikelihood_tokens([other, target])[1][0] == pytest.approx(alone[0], abs=1e-9)
 
 
-def test_finding_a_batch_size_is_not_counted(tiny_folder: Path) -> None:
-    scored = [request("loglikelihood", (prompt, " and so"), i) for i, prompt in enumerate(PROMPTS)]
-    counts = []
-    for size in (1, "auto"):
-        lm = PrunedHFLM(
-            str(tiny_folder), dtype="float64", device="cpu", batch_size=size, max_batch_size=4, max_length=64,
-            token_filter={"ratio": 0.4, **QUICK},
-        )  # fmt: skip
-        lm.loglikelihood(scored)
-        counts.append(lm.pruning_info()["token_filter_skipped"]["tokens"])
-    assert counts[0] == counts[1]
-
-
 def test_answers_that_depend_on_their_order_are_not_stored(tiny_folder: Path, tmp_path: Path) -> None:
     with pytest.raises(InputError):
         PrunedHFLM(str(tiny_folder), token_filter={"ratio": 0.2, "state": "run"}, responses=str(tmp_path / "r"))
@@ -561,13 +517,3 @@ def test_the_target_is_reached_on_real_text(options: dict[str, Any], smollm2: An
         model.model(ids, use_cache=False)
         report = interventions_on(model)[0].report(model_map)["token_filter_skipped"]
     assert report["tokens"] == 2000 and report["realised"] == pytest.approx(report["target"], abs=0.01)
-
-
-def test_fusion_with_one_key_value_head_is_the_mean() -> None:
-    inputs = tokens(rows=2, length=20)
-    for heads in (1, 2):
-        model, outputs = tiny("llama", num_key_value_heads=heads), []
-        for fusion in ("inverse_variance", "as_printed"):
-            with quick_filter(ratio=0.4, focus="uniform", fusion=fusion).applied_to(model):
-                outputs.append(output(model, inputs))
-        assert torch.equal(*outputs) == (heads == 1)

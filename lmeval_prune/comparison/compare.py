@@ -45,7 +45,11 @@ def compare(
     runs = {run.name: run for run in find_runs(words)}
     if len(runs) < 2:
         raise InputError(f"{first_few(runs)} is a single run; name another one, too")
-    base = runs[_baseline(baseline, words, runs)]
+    if baseline in words and len(words) == len(runs):  # named by its path
+        baseline = list(runs)[list(words).index(baseline)]
+    if baseline is not None and baseline not in runs:
+        raise InputError(f"there is no run {baseline!r} for the baseline; the runs are {first_few(runs)}")
+    base = runs[baseline or next(iter(runs))]
     runs = {base.name: base, **runs}
     evaluations, notes = _evaluations(runs, base, tasks, by, allow_different)
     tables, table_notes = _tables(evaluations, base, list(runs), metric, by)
@@ -67,16 +71,6 @@ def compare(
             (name, task, "not evaluated") for task, by_run in evaluations.items() for name in runs if name not in by_run
         ],
         notes=list(dict.fromkeys([*notes, *table_notes])),
-    )
-
-
-def _baseline(name: str | None, words: Sequence[str], runs: Mapping[str, Run]) -> str:
-    if name is None or name in runs:
-        return name or next(iter(runs))
-    if name in words and len(words) == len(runs):
-        return list(runs)[list(words).index(name)]
-    raise InputError(
-        f"there is no run {name!r} for the baseline{did_you_mean(name, runs) or f'; the runs are {first_few(runs)}'}"
     )
 
 

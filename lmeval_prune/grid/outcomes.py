@@ -36,9 +36,14 @@ def write_cell(folder: Path, content: dict[str, Any], results: dict[str, Any]) -
     write_text(folder / "results.json", to_json({name: part for name, part in results.items() if name != "samples"}))
     for task, rows in samples.items():
         write_text(samples_file(folder, task), "".join(to_json(row) + "\n" for row in rows))
-    for name, frame in zip((OUTCOMES, ANSWERS), tables(samples, results["configs"]), strict=True):
-        write_table(folder / name, pa.Table.from_pandas(frame, preserve_index=False))
+    write_tables(folder, samples, results["configs"])
     write_artefact(folder / "cell.json", CELL, VERSION, content)
+
+
+def write_tables(folder: Path, samples: dict[str, list[dict[str, Any]]], configs: dict[str, Any]) -> None:
+    """Write a cell's outcomes and answers from lm-eval's samples and task configurations, both by task."""
+    for name, frame in zip((OUTCOMES, ANSWERS), tables(samples, configs), strict=True):
+        write_table(folder / name, pa.Table.from_pandas(frame, preserve_index=False))
 
 
 def read_table(path: Path, columns: list[str] | None = None) -> pa.Table:

@@ -98,7 +98,7 @@ def _heads_section(test: Outcomes, options: ReportOptions, folder: Path) -> dict
 def _read_inputs(options: ReportOptions) -> tuple[Outcomes, Outcomes | None, Router | None, list[str]]:
     """Read the test store, the training store and the router; raise `InputError` if they do not match.
 
-    The last item has notes: what is left out, and other answers than those of the test store.
+    The last item has notes: what is left out.
     """
     test = OutcomeStore(options.test).read()
     train = OutcomeStore(options.train).read() if options.train else None
@@ -116,9 +116,9 @@ def _read_inputs(options: ReportOptions) -> tuple[Outcomes, Outcomes | None, Rou
     if train:
         if shared := set(test.texts) & set(train.texts):
             raise InputError(f"{len(shared)} of the test questions are also training questions; use disjoint splits")
-        notes += _compare_settings(test, train.tasks, "the two stores")
+        _check_scoring(test, train.tasks, "the two stores")
     if router:
-        notes += _compare_settings(test, router.about.get("tasks", {}), "the test store and the router's outcomes")
+        _check_scoring(test, router.about.get("tasks", {}), "the test store and the router's outcomes")
     if partial := [name for name, column in zip(test.pool, test.observed.T, strict=True) if not column.all()]:
         notes.append(
             f"left out are columns without outcomes of all questions: {first_few(partial, most=3)}; `lmeval-prune "
@@ -142,22 +142,14 @@ def _split_held_out(test: Outcomes, train: Outcomes | None, router: Router) -> t
     return test.rows(np.flatnonzero(~is_fitted)), train or test.rows(np.flatnonzero(is_fitted))
 
 
-def _compare_settings(test: Outcomes, tasks: Mapping[str, Any], subject: str) -> list[str]:
-    """Refuse other scoring of a task than the test store's; return notes on other answers, of which a run warns."""
-    notes = []
+def _check_scoring(test: Outcomes, tasks: Mapping[str, Any], subject: str) -> None:
+    """Refuse other scoring of a task than the test store's."""
     for task in sorted(test.tasks.keys() & tasks.keys()):
         settings, others = comparable(test.tasks[task]), comparable(tasks[task])
-        keys = sorted(settings.keys() | others.keys())
-        different = [key for key in keys if settings.get(key) != others.get(key)]
-        if scoring := [key for key in different if key not in ANSWER_SETTINGS]:
-            raise InputError(f"{subject} have different settings of {task} ({', '.join(scoring)}); sweep both alike")
-        if different:
-            notes.append(
-                f"{subject} have different settings of {task} ({', '.join(different)}): an order made from the one may "
-                f"not suit the other; sweep both alike"
-            )
+        keys = sorted((settings.keys() | others.keys()) - {*ANSWER_SETTINGS})
+        if different := [key for key in keys if settings.get(key) != others.get(key)]:
+            raise InputError(f"{subject} have different settings of {task} ({', '.join(different)}); sweep both alike")
         warn_of_other_code(task, test.tasks[task], tasks[task])
-    return notes
 
 
 def _pool(test: Outcomes, router: Router | None) -> list[str]:

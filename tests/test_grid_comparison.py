@@ -14,7 +14,7 @@ import pytest
 from scipy import stats
 
 from lmeval_prune import InputError
-from lmeval_prune.artefacts import digest, new_folder, write_artefact, write_text
+from lmeval_prune.artefacts import digest, write_artefact, write_text
 from lmeval_prune.cli import main
 from lmeval_prune.comparison.costs import pareto_fronts
 from lmeval_prune.comparison.tables import POOLED
@@ -237,7 +237,7 @@ def write_grid(path: Path, values: dict[str, dict[str, Any]], baseline: str | No
             key = f"{variant}-{task}".replace(" ", "_")
             rows = own if isinstance(own, list) and own and isinstance(own[0], dict) else None
             rows = rows or [question(task, i, float(value)) for i, value in enumerate(own)]
-            with new_folder(folder.cell(key)) as cell:
+            with folder.new_cell(key) as cell:
                 write_tables(cell, {task: rows}, {})
                 higher = {task: {"error": False, "exact_match": True}}
                 results = {"results": {task: {"alias": task}}, "configs": {task: {}}, "higher_is_better": higher}

@@ -104,25 +104,16 @@ def _tasks(names: Sequence[str], base: Run, others: Sequence[Run]) -> tuple[list
 
 
 def _named_tasks(names: Sequence[str], base: Run) -> list[str]:
-    """Return the tasks that are named, directly or by their groups; without names, all of the baseline."""
-    named = list(dict.fromkeys(task for name in names for task in _named(name, base)))
-    for task in named:
-        if task not in base.tasks:
-            available = [*base.tasks, *base.groups]
-            hint = did_you_mean(task, available) or f"; it has {first_few(available)}"
-            raise InputError(f"tasks: {base.name} has no samples of {task!r}{hint}")
-    return named or base.tasks
-
-
-def _named(name: str, run: Run) -> list[str]:
-    """Return the tasks that a user's name means: a task, the tasks of a group, or the last part of `GROUP::TASK`."""
-    available = [*run.groups, *run.tasks]
-    names = (
-        [name]
-        if name in available
-        else [full_name for full_name in available if full_name.endswith(f"::{name}")] or [name]
-    )
-    return [task for full_name in names for task in _leaves(full_name, run.groups)]
+    """Return the tasks that are named, directly, by their groups, or by the last part of `GROUP::TASK`; else all."""
+    available, named = [*base.groups, *base.tasks], dict[str, None]()
+    for name in names:
+        full_names = [name] if name in available else [known for known in available if known.endswith(f"::{name}")]
+        for task in [task for full_name in full_names or [name] for task in _leaves(full_name, base.groups)]:
+            if task not in base.tasks:
+                hint = did_you_mean(task, available) or f"; it has {first_few(available)}"
+                raise InputError(f"tasks: {base.name} has no samples of {task!r}{hint}")
+            named[task] = None
+    return list(named) or base.tasks
 
 
 def _evaluations(

@@ -18,7 +18,7 @@ A cell's folder is written completely before it appears. The process that evalua
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Annotated, Any, NotRequired
 
@@ -26,7 +26,7 @@ from annotated_types import Len
 from filelock import Timeout
 from typing_extensions import TypedDict
 
-from lmeval_prune.artefacts import ENVELOPE, file_lock, file_name, read_artefact, read_table, write_artefact
+from lmeval_prune.artefacts import ENVELOPE, file_lock, file_name, new_folder, read_artefact, read_table, write_artefact
 from lmeval_prune.errors import InputError, did_you_mean, first_few
 from lmeval_prune.models.answer_store import write_table
 from lmeval_prune.models.server_record import RECORD
@@ -123,6 +123,10 @@ class GridFolder:
         """Return the keys of all cells that are done."""
         folder = self.path / "cells"
         return {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+
+    def new_cell(self, key: str) -> AbstractContextManager[Path]:
+        """Return a context that writes a cell's folder; see `new_folder`."""
+        return new_folder(self.cell(key))
 
     def preparation(self, key: str) -> Path:
         """Return the folder of a preparation, which exists when it is done."""

@@ -260,7 +260,7 @@ class Worker:
             "ended": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             "versions": {**versions(cell.variant.served), "torch": torch.__version__},
         }
-        with new_folder(self.folder.cell(cell.key)) as folder:
+        with self.folder.new_cell(cell.key) as folder:
             write_cell(folder, {**cell.to_json(task.model_args), "ran": ran}, results)
 
     # ------------------------------------------------------------------ costs

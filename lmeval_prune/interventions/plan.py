@@ -54,19 +54,6 @@ from lmeval_prune.interventions.head_mask import HeadMask, zero_columns
 from lmeval_prune.settings import FrozenMapping
 
 
-class PrunerOptions(TypedDict, total=False):
-    """The pruner options in a plan's provenance that are parsed."""
-
-    steps: int
-
-
-class Provenance(TypedDict, total=False):
-    """The fields of a plan's provenance that are parsed."""
-
-    method: str
-    options: PrunerOptions
-
-
 class TensorFile(TypedDict):
     """Name and hash of a plan's safetensors file."""
 
@@ -77,7 +64,7 @@ class TensorFile(TypedDict):
 class PlanContents(ArtefactContents):
     """Fields of a plan's artefact."""
 
-    made: NotRequired[Provenance]
+    made: NotRequired[dict[str, Any]]
     tensors: NotRequired[TensorFile]
 
 

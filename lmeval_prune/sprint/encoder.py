@@ -34,12 +34,6 @@ def _loaded(folder: str, name: str, files: tuple[tuple[str, int, int], ...]) -> 
     from sentence_transformers import SentenceTransformer
 
     logging.getLogger("sentence_transformers").setLevel(logging.WARNING)
-    if files and not (Path(folder) / "modules.json").is_file():
-        logger.warning(
-            "%s is no model of sentence-transformers (no modules.json): a text is embedded by the mean of its tokens' "
-            "last hidden states",
-            name,
-        )
     return SentenceTransformer(folder, device="cpu")
 
 

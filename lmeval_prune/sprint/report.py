@@ -45,9 +45,6 @@ def write_report(options: ReportOptions) -> Path:
     heads = _heads_section(test, options, folder)
 
     figures.pass_at_n(curves, bands, dense, folder / "pass_at_n")
-    costs = cost_table(curves)
-    if costs:
-        figures.pass_at_tokens(curves, folder / "pass_at_tokens")
     write_text(folder / "pass_at_n.csv", csv(_pass_rows(curves, bands)))
     numbers = {
         **_pass_json(curves, significance),
@@ -64,7 +61,6 @@ def write_report(options: ReportOptions) -> Path:
         router=router,
         dense=dense,
         passes=pass_table(curves),
-        costs=costs,
         tests=_difference_table(significance),
         choices=_choice_table(head_counts),
         heads=heads,
@@ -209,15 +205,6 @@ def pass_table(curves: Sequence[Curve]) -> str:
     rows = [[c.name, c.kind, *("" if np.isnan(v) else f"{v:.3f}" for v in c.mean)] for c in curves]
     names = ["policy", "estimate", *(f"pass@{k}" for k in range(1, len(rows[0]) - 1))]
     return markdown(pd.DataFrame(rows, columns=names), ["policy", "estimate"])
-
-
-def cost_table(curves: Sequence[Curve]) -> str:
-    """Return a Markdown table of the mean number of generated tokens of the first N tries; empty if none is known."""
-    measured = [(curve.name, curve.mean_tokens) for curve in curves if curve.mean_tokens is not None]
-    rows = [[name, *("" if np.isnan(value) else f"{value:.0f}" for value in values)] for name, values in measured]
-    if not rows:
-        return ""
-    return markdown(pd.DataFrame(rows, columns=["policy", *(f"N = {k}" for k in range(1, len(rows[0])))]), ["policy"])
 
 
 def _difference_table(tests: dict[str, list[dict[str, float]]]) -> str:

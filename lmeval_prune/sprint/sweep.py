@@ -112,22 +112,19 @@ class Sweep:
             metadata["data_split"] = options.split
         tasks = load_tasks(task_manager(metadata), options.tasks)
         for name, task in tasks.items():
-            self._check_task(name, task)
+            settings = {**(task.get_config("generation_kwargs") or {}), **options.gen_kwargs}
+            if task.get_config("output_type") != "generate_until" or (task.get_config("repeats") or 1) > 1:
+                raise InputError(f"task {name} is not swept: a sweep needs a generative task without repeats")
+            if generation.is_sampling(settings):
+                raise InputError(
+                    f"task {name} samples; a sweep is greedy: add do_sample=false,temperature=0 to gen_kwargs"
+                )
             self.scored_splits[name] = scored_splits(task)  # before another one is chosen
             self._choose_split(name, task)
         swept_tasks = {}
         for name, task in sorted(tasks.items()):
             swept_tasks[name] = swept(task, options.metric, options.question_field, options.split)
         return swept_tasks
-
-    def _check_task(self, name: str, task: Task) -> None:
-        settings = {**(task.get_config("generation_kwargs") or {}), **self.options.gen_kwargs}
-        if task.get_config("output_type") != "generate_until":
-            raise InputError(f"task {name} is not generative; a sweep needs generated answers")
-        if (task.get_config("repeats") or 1) > 1:
-            raise InputError(f"task {name} has repeats; sweep the greedy task without repeats")
-        if generation.is_sampling(settings):
-            raise InputError(f"task {name} samples; a sweep is greedy: add do_sample=false,temperature=0 to gen_kwargs")
 
     def _choose_split(self, name: str, task: Task) -> None:
         split = self.options.split

@@ -134,7 +134,9 @@ class Plan(Intervention):
         for label, channels in self.channels.items():
             if label not in blocks:
                 raise InputError(f"layer {label} has no dense feed-forward block")
-            width = blocks[label].channels
+            width, last = blocks[label].channels, channels.runs[-1][1]
+            if last >= width:  # before ranges are expanded
+                raise InputError(f"channel {last} of layer {label}: it has {width}, 0 to {width - 1}")
             if channels.runs == ((0, width - 1),) and not self.allow_empty_layer:
                 raise InputError(
                     f"all {width} channels of layer {label} would be removed; "

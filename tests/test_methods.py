@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import pickle
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, fields
@@ -187,46 +186,21 @@ def test_other_compiled_code_and_the_stance_of_the_process_are_left_alone() -> N
             torch.compiler.set_stance("default")
 
 
-def has_hooks(module: nn.Module) -> bool:
-    """Say if a module, or one in it, has hooks. Attention handlers leave none."""
-    return any(part._forward_hooks or part._forward_pre_hooks for part in module.modules())
-
-
 @pytest.mark.parametrize("row", ROWS, ids=str)
-def test_copies_and_replaced_modules_are_refused_inside_the_block(row: Row) -> None:
-    """The hooks would go with the copy for ever, and not with another module."""
+def test_copies_are_refused_inside_the_block(row: Row) -> None:
+    """The hooks would go with the copy for ever."""
     model, inputs = tiny("llama"), tokens()
     dense = output(model, inputs)
-    layers, layer = model.model.layers, model.model.layers[1]
+    layer = model.model.layers[1]
     with applied(row, model):
         expected, hooked = output(model, inputs), interventions_on(model)
-        block = "mlp" if has_hooks(layer.mlp) and not has_hooks(layer.self_attn) else "self_attn"
         for part in (model, layer):
-            with pytest.raises(TypeError):
+            with pytest.raises(InputError):
                 copy.deepcopy(part)
             with pytest.raises((InputError, AttributeError, TypeError)):  # most hooks cannot be pickled
                 pickle.dumps(part)
-        other = tiny("llama").model.layers[1]
-        ways: list[Callable[[nn.Module, str], Any]] = [
-            lambda parent, name: setattr(parent, name, other),
-            lambda parent, name: parent._modules.update({name: other}),
-            delattr,
-            lambda parent, name: parent._modules.pop(name),
-        ]
-        inner = model.model
-        for parent, name in ((layers, "1"), (layer, block), (inner, "layers"), (model, "model")):
-            for replace in ways:
-                children = dict(parent._modules)
-                replace(parent, name)
-                for call in (model,) if parent is model else (model, inner):
-                    with pytest.raises(InputError, match=f"{name} has been replaced, wrapped or deleted while"):
-                        call(inputs)
-                parent._modules.clear()
-                parent._modules.update(children)
-        layers[1] = layers[1]  # no change
         assert torch.equal(output(model, inputs), expected) and interventions_on(model) == hooked
     copied = copy.deepcopy(model)
-    setattr(layer, block, getattr(other, block))
     assert torch.equal(output(model, inputs), dense) and torch.equal(output(copied, inputs), dense)
 
 
@@ -242,7 +216,7 @@ def test_another_thread_is_refused_inside_the_block(row: Row) -> None:
         expected = pool.submit(elsewhere).result()
         with applied(row, model):
             own = output(model, inputs)
-            with pytest.raises(InputError, match=r"another thread has .* applied to this model"):
+            with pytest.raises(InputError, match="another thread has"):
                 pool.submit(elsewhere).result()
             assert torch.equal(pool.submit(output, model, inputs).result(), own)
             with HeadMask("L1H0").applied_to(model):  # the same thread

@@ -45,7 +45,7 @@ def compare(
     runs = {run.name: run for run in find_runs(words)}
     if len(runs) < 2:
         raise InputError(f"{first_few(runs)} is a single run; name another one, too")
-    if baseline in words and len(words) == len(runs):  # named by its path
+    if baseline is not None and baseline in words and len(words) == len(runs):  # named by its path
         baseline = list(runs)[list(words).index(baseline)]
     if baseline is not None and baseline not in runs:
         raise InputError(f"there is no run {baseline!r} for the baseline; the runs are {first_few(runs)}")

@@ -91,6 +91,10 @@ class ProbePruning(Intervention):
         if not model_map.is_causal:
             raise InputError(f"probe_pruning is for causal models; {model_map.model_type} is none")
         check_attention_calls(model_map)
+        if self.skip_first >= len(model_map.attention):
+            raise InputError(
+                f"probe_pruning.skip_first={self.skip_first} skips all {len(model_map.attention)} layers; give less"
+            )
         attention, feed_forward = self.pruned_layers(model_map)
         self._check_ratio("heads", [layer.heads for layer in attention])
         self._check_ratio("channels", [block.channels for block in feed_forward])

@@ -129,7 +129,7 @@ ROWS = [
             ("nowhere", "no such file: nowhere"),
             (
                 adapter("larger", layers=3),
-                "updates model.layers.2.*, and the model has no such projection",
+                "the model has no projection",
             ),
             (adapter("dora", use_dora=True), "has use_dora, which is not supported"),
             (adapter("prompt", peft_type="PROMPT_TUNING"), "is an adapter of type PROMPT_TUNING"),

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -69,6 +69,12 @@ class Lora(Intervention):
             raise InputError(f"the adapter {self.adapter} has changed since the file that names it was written")
         object.__setattr__(self, "sha256", sha256)
         object.__setattr__(self, "updates", updates)
+
+    def resolve(self, model_map: ModelMap) -> Self:
+        """Refuse a model without the adapter's projections."""
+        for name in self.updates:
+            self._projection(name, model_map)
+        return self
 
     def attach(self, model_map: ModelMap, stack: ExitStack) -> None:
         """Hook each updated projection; refuse a model whose heads an adapter of `export adapter` does not prune."""

@@ -272,8 +272,15 @@ class Intervention(Settings, ABC):
 
 def load_intervention(path: str | os.PathLike[str], allow_other_model: bool = False) -> Intervention:
     """Read an artefact of any method in the table, by its schema."""
-    kinds = {kind.schema(): kind for _, kind in METHODS.classes()}
-    content, sha256 = read_artefact(path, tuple(kinds), SCHEMA_VERSION)
+    kinds = {kind.schema(): kind for kind in map(METHODS.load, METHODS.own)}
+    try:
+        content, sha256 = read_artefact(path, tuple(kinds), SCHEMA_VERSION)
+    except InputError:
+        elsewhere = {kind.schema(): kind for name, kind in METHODS.classes() if name not in METHODS.own}
+        if not elsewhere:
+            raise
+        kinds |= elsewhere
+        content, sha256 = read_artefact(path, tuple(kinds), SCHEMA_VERSION)
     loaded: Intervention = kinds[content["schema"]]._from_content(path, content, sha256, allow_other_model)
     return loaded
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from lmeval_prune.architectures import ModelMap
-from lmeval_prune.architectures.blocks import out_features, weight_of
+from lmeval_prune.architectures.blocks import in_features, out_features, weight_of
 from lmeval_prune.artefacts import digest, read_json, read_tensors
 from lmeval_prune.errors import InputError
 from lmeval_prune.interventions.base import ArtefactContents, Intervention
@@ -72,8 +72,10 @@ class Lora(Intervention):
 
     def resolve(self, model_map: ModelMap) -> Self:
         """Refuse a model without the adapter's projections."""
-        for name in self.updates:
-            self._projection(name, model_map)
+        for name, update in self.updates.items():
+            module = self._projection(name, model_map)
+            if (len(update.b), update.a.shape[1]) != (out_features(module), in_features(module)):
+                raise InputError(f"the adapter {self.adapter} updates {name} of another shape than the model's")
         return self
 
     def attach(self, model_map: ModelMap, stack: ExitStack) -> None:

@@ -33,6 +33,8 @@ def parse_intervention(name: str, value: Any, allowances: Mapping[str, bool]) ->
             )
         return with_allowances(converted, allowances)
     names = kind.setting_names()
+    if not names and str(value).lower() not in ("true", "{}"):
+        raise InputError(f"{name} has no settings; give {name}=true")
     settings = value if isinstance(value, dict) else dict.fromkeys(names[:1], value)
     return with_allowances(kind.from_dict(settings, name), allowances)
 

@@ -123,6 +123,8 @@ def report(samples: Sequence[str] = (), **options: Any) -> int:
         samples: NAME=FILE: samples file of a pass@N task (lm_eval --log_samples); may be repeated
     """
     pairs = [text.partition("=")[::2] for text in samples]
+    if wrong := [text for text in samples if not text.partition("=")[2]]:
+        raise InputError(f"samples must be NAME=FILE, not {wrong[0]!r}")
     settings = ReportOptions(samples=tuple(pairs), **options)
     from lmeval_prune.reporting.quiet import silence_libraries
     from lmeval_prune.sprint.report import write_report

@@ -19,30 +19,21 @@ class Row:
         name: the method.
         options: one value for each option that has several, quick to fit.
         flat: the same as fields of `FitOptions`, where they are the method's options.
-        wrong: options that are refused, with words of the message.
     """
 
     name: str
     options: dict[str, Any] = field(default_factory=dict)
     flat: dict[str, Any] = field(default_factory=dict)
-    wrong: tuple[tuple[dict[str, Any], str], ...] = ()
 
 
 ROWS = (
     Row(
         "contrastive",
         flat={"sizes": (8,), "weights": (1e-3,), "epochs": 60},
-        wrong=(({"k": 5}, "no setting 'k'"), ({"epochs": 0}, "epochs=0 must be")),
     ),
     Row(
         "knn",
         {"k": 10, "weighting": "uniform", "prior": 1},
-        wrong=(
-            ({"k": 0}, "k=.* at least 1"),
-            ({"weighting": "cosine"}, "uniform or distance"),
-            ({"prior": 0}, "prior=.* above 0"),
-            ({"neighbours": 5}, "no setting 'neighbours'"),
-        ),
     ),
 )
 

@@ -18,12 +18,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from lmeval_prune import HeadMask
 
 Fault = Callable[[int, dict[str, Any]], str | None]
-NO_JSON = {
-    "garbage": b"<html>gateway</html>",
-    "deep": b"[" * 200_000 + b"]" * 200_000,
-    "digits": b'{"data": ' + b"1" * 5_000 + b"}",
-}
-MISBEHAVIOURS = ("drip", "huge", "endless", "cut", "type", *NO_JSON)
 _LOCK = threading.RLock()  # one model answers for all stubs
 _MODELS: dict[str, Any] = {}
 _KNOWN: dict[str, Any] = {}
@@ -39,9 +33,7 @@ class Stub:
         fault: called with the number of a completion (from 0) and its payload; returns a fault to inject, or None.
         name: of the model.
         silent: adapters that change nothing.
-        leaks: compute requests without an adapter with the last adapter if others wait, as vLLM does on a CPU.
         port: default: a free port.
-        delay: seconds before each answer.
     """
 
     def __init__(
@@ -52,18 +44,14 @@ class Stub:
         fault: Fault = lambda number, payload: None,
         name: str = "tiny",
         silent: tuple[str, ...] = (),
-        leaks: bool = False,
         port: int = 0,
-        delay: float = 0.0,
         tokenizer: Any = None,
     ) -> None:
         self.folder, self.adapters, self.kind, self.fault, self.name = str(folder), adapters, kind, fault, name
-        self.silent, self.leaks, self.delay = silent, leaks, delay
+        self.silent = silent
         self.root = self.folder  # that it lists; another path on another machine
-        self.wait, self.length = "0.05", 512  # its `Retry-After` header, and the tokens of its context
+        self.length = 512  # tokens of its context
         self.payloads: list[dict[str, Any]] = []  # payloads of completions
-        self.answered = 0
-        self.waiting = 0
         self.size, self.trained_length = 1000, 512  # bytes of its GGUF file, and its context
         self.defaults: dict[str, Any] = {}  # its own values of settings that a request leaves out
         if self.folder not in _MODELS:
@@ -72,8 +60,6 @@ class Stub:
         self.model, own = _MODELS[self.folder]
         self.tokenizer = tokenizer or own
         self.connections: set[socket.socket] = set()
-        self.misbehaving: dict[str, str] = {}  # faults by path, except of completions
-        self.sent = 0  # bytes sent of the last faulty response
         self.spoil: Callable[[dict[str, Any]], None] = lambda body: None  # changes a completion
         stub = self
 
@@ -132,7 +118,7 @@ class Stub:
             on = [adapter["path"].split("/")[-2] for adapter in self.lora_adapters() if scales.get(adapter["id"], 1)]
             return "+".join(on)
         if model == self.name:
-            return self.adapters[-1] if self.leaks and self.waiting > 1 and self.adapters else ""
+            return ""
         name = str(model).removeprefix(f"{self.name}:") if self.kind == "sglang" else str(model)
         if name not in self.adapters:
             return None
@@ -250,70 +236,30 @@ class _Handler(BaseHTTPRequestHandler):
         if cut:
             self.connection.shutdown(socket.SHUT_RDWR)
 
-    def misbehave(self, how: str, body: Any) -> None:
-        """Send a faulty response; clients must accept only the fault `type`."""
-        content = json.dumps(body).encode()
-        if how == "type":
-            self.send(200, body, {"Content-Type": "text/html; charset=klingon"})
-        elif how == "cut":
-            self.send(200, body, cut=True)
-        elif how in ("huge", "endless", "drip"):
-            parts = [content, *[b" " * 2**16] * 2**10] if how != "drip" else [bytes([byte]) for byte in content]
-            self.send_response(200)
-            chunked = {"Transfer-Encoding": "chunked"}
-            length = {"Content-Length": str(sum(map(len, parts)))}
-            for name, value in (chunked if how == "endless" else length).items():
-                self.send_header(name, value)
-            self.end_headers()
-            self.of.sent = 0
-            for part in parts:
-                self.wfile.write(b"%x\r\n%b\r\n" % (len(part), part) if how == "endless" else part)
-                self.of.sent += len(part)
-                time.sleep(0.05 if how == "drip" else 0)
-            self.wfile.write(b"0\r\n\r\n" if how == "endless" else b"")
-        else:
-            self.send(200, NO_JSON[how])
-
     def do_GET(self) -> None:
         routes = {"/v1/models": self.of.models}
         if self.of.kind == "llamacpp":
             routes["/lora-adapters"] = self.of.lora_adapters
-        if self.path in self.of.misbehaving:
-            self.misbehave(self.of.misbehaving[self.path], routes[self.path]())
-            return
         self.send(200, routes[self.path]()) if self.path in routes else self.send(404, {"error": "not found"})
 
     def do_POST(self) -> None:
         payload = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         if self.path == "/tokenize":
             text = payload["content"] if self.of.kind == "llamacpp" else payload["prompt"]
-            body = {"tokens": self.of.tokenizer.encode(text, add_special_tokens=False)}
-            how = self.of.misbehaving.get(self.path)
-            self.misbehave(how, body) if how else self.send(200, body)
-            return
+            return self.send(200, {"tokens": self.of.tokenizer.encode(text, add_special_tokens=False)})
         with _LOCK:
             number = len(self.of.payloads)
             self.of.payloads.append(payload)
-            self.of.waiting += 1
-        try:
-            self.completion(number, payload)
-        finally:
-            with _LOCK:
-                self.of.waiting -= 1
+        self.completion(number, payload)
 
     def completion(self, number: int, payload: dict[str, Any]) -> None:
         fault = self.of.fault(number, payload)
-        time.sleep(self.of.delay + (0.05 if self.of.leaks else 0))
         if fault == "500":
             return self.send(500, {"error": {"message": "the engine stumbled"}})
-        if fault == "full":
-            return self.send(500, {"error": {"message": "Context size has been exceeded."}})
         if fault == "429":
-            return self.send(429, {"error": "busy"}, {"Retry-After": self.of.wait})
+            return self.send(429, {"error": "busy"}, {"Retry-After": "0.05"})
         if fault == "400":
             return self.send(400, {"error": {"message": "this prompt is too long"}})
-        if fault == "slow":
-            time.sleep(30)
         if fault == "die":
             return self.of.die()
         heads = self.of.heads(payload)
@@ -328,5 +274,4 @@ class _Handler(BaseHTTPRequestHandler):
         if fault == "abort":
             body["choices"][0] |= {"text": "half a te", "finish_reason": "abort"}
         self.of.spoil(body)
-        self.of.answered += 1
-        return self.misbehave(fault, body) if fault in MISBEHAVIOURS else self.send(200, body)
+        return self.send(200, b"<html>gateway</html>" if fault == "garbage" else body, cut=fault == "cut")

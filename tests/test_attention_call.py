@@ -16,7 +16,7 @@ from lmeval_prune.architectures import ModelMap
 from lmeval_prune.decoding import Engine, Request, SamplingParams
 from lmeval_prune.interventions import Intervention
 from lmeval_prune.interventions.attention_call import Attend, AttentionCall, check_attention_calls, intercept_attention
-from lmeval_prune.interventions.base import change_input, change_output, changed_by
+from lmeval_prune.interventions.base import changed_by
 from tests.tiny_models import CAUSAL, ENCODERS, OWN_ATTENTION, SEQ2SEQ, distinct, output, tiny, tokens
 
 
@@ -189,78 +189,6 @@ def test_another_model_of_the_same_configuration_is_left_alone(attention: str) -
     assert torch.equal(through(copied, double, inputs, attention_mask=mask).nan_to_num(), doubled)
     assert torch.equal(out(copied), plain)
     assert not torch.equal(doubled, plain)
-
-
-def test_other_implementations_are_refused() -> None:
-    model = tiny("llama")
-    model.config._attn_implementation = "flash_attention_2"
-    with pytest.raises(InputError):
-        check_attention_calls(map_model(model))
-
-
-@dataclass(frozen=True)
-class Wrong(Intervention):
-    """Returns what is no attention, no input or no output, some of which PyTorch would broadcast."""
-
-    callback: str
-    fault: str
-
-    def attach(self, model_map: ModelMap, stack: ExitStack) -> None:
-        def handler(call: AttentionCall, attend: Attend) -> Any:
-            out, weights = attend(call)
-            return self.broken(out, weights)
-
-        def change(x: torch.Tensor) -> Any:
-            return self.broken(x, None)[0]
-
-        for layer in model_map.attention:
-            {"input": change_input, "output": change_output}.get(self.callback, no_hook)(layer.o_proj, change, stack)
-        if self.callback == "handler":
-            intercept_attention(model_map, handler, stack)
-
-    def broken(self, x: torch.Tensor, weights: Any) -> Any:
-        faults = {
-            "transposed": (x.transpose(1, 2), weights),
-            "first token": (x[:, :1], weights),
-            "first row": (x[:1], weights),
-            "float32": (x.float(), weights),
-            "nothing": (None, weights),
-            "three": (x, weights, weights),
-            "one": [x],
-        }
-        return faults.get(self.fault, (x, weights))
-
-
-def no_hook(*_: Any) -> None:
-    pass
-
-
-@pytest.mark.parametrize(
-    ("callback", "fault"),
-    [
-        *(("handler", fault) for fault in ("transposed", "first token", "float32", "nothing", "three", "one")),
-        *((callback, fault) for callback in ("input", "output")
-          for fault in ("first token", "first row", "float32", "nothing")),
-    ],
-)  # fmt: skip
-def test_a_method_that_returns_another_shape_is_named(callback: str, fault: str) -> None:
-    """Without a refusal most of these are broadcast, reshaped or ignored, and answers are wrong without a word."""
-    model, inputs = tiny("llama"), tokens(2, 6)
-    dense = output(model, inputs)
-    with Wrong(callback, "none").applied_to(model):
-        assert torch.equal(output(model, inputs), dense)
-    with pytest.raises(InputError, match="Wrong"), Wrong(callback, fault).applied_to(model):
-        output(model, inputs)
-
-
-def test_a_model_without_weights_runs_under_a_method() -> None:
-    """Its device, which has no autocast, is that of shapes and of counts of operations."""
-    model = tiny("llama").to("meta")
-    x = torch.ones(2, device="meta")
-    with HeadMask("L0H1").applied_to(model), torch.no_grad():
-        assert model(tokens().to("meta")).logits.is_meta
-    with pytest.raises(InputError):
-        changed_by(tiny, x.double(), x)
 
 
 def test_a_change_may_have_another_type_under_autocast() -> None:

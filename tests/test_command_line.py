@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import re
 import shutil
 import socket
 import subprocess
@@ -14,12 +13,9 @@ import venv
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import hatchling.build
 import pytest
-import torch
-import yaml
 from accelerate.state import AcceleratorState
 from lm_eval.__main__ import cli_evaluate
 from lm_eval.api import registry
@@ -27,12 +23,9 @@ from lm_eval.api import registry
 from lmeval_prune import InputError, __version__
 from lmeval_prune.checkpoints import embedded
 from lmeval_prune.cli import main
-from lmeval_prune.config import resolve_device
-from lmeval_prune.models.pruned_hf import PrunedHFLM
 from lmeval_prune.plugin import registration
 from tests.conftest import ROOT
 from tests.forks import Fork
-from tests.test_own_answers import task_file
 
 
 def call(*command: str, python: str = sys.executable, cwd: Path, **environment: str) -> subprocess.CompletedProcess:
@@ -195,50 +188,6 @@ def test_without_the_bridge_lm_eval_does_not_know_us(tmp_path: Path) -> None:
     assert off.returncode != 0 and "no model for this name found" in off.stderr
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (
-            ("--model_args", "pretrained={tiny},heads=L0H9"),
-            "lmeval-prune: error: head L0H9: layer 0 has 4 heads, 0 to 3",
-        ),
-        (
-            ("--model_args", "pretrained={tiny},head=L0H1"),
-            "lmeval-prune: error: unknown model_arg 'head'; did you mean 'heads'?",
-        ),
-        (
-            ("--model_args", "pretrained={tiny}", "--metadata", '{{"data_dir": "{empty}"}}'),
-            "lmeval-prune: error: data folder {empty} has no gsm8k_test.jsonl",
-        ),
-        (
-            ("--model_args", "pretrained={tiny},responses=/proc/store"),
-            "lmeval-prune: error: responses=/proc/store cannot be used",
-        ),
-    ],
-)
-def test_mistakes_on_the_command_line_are_one_line(
-    tiny_folder: Path, tmp_path: Path, capsys, arguments, message
-) -> None:
-    names = {"tiny": tiny_folder, "empty": tmp_path}
-    command = ["--model", "pruned-hf", "--tasks", "prune_gsm8k", "--device", "cpu"]
-    assert lm_eval(*command, *(text.format(**names) for text in arguments), cwd=tmp_path) == 1
-    errors = capsys.readouterr().err
-    assert "Traceback" not in errors
-    assert errors.strip().splitlines()[-1].startswith(message.format(**names))
-
-
-@pytest.mark.parametrize("line", ["process_docs: !function utils.fails", "test_split: gone", "filter_list: ["])
-def test_a_task_that_cannot_be_loaded_is_one_line(tiny_folder: Path, tmp_path: Path, line: str, capsys: Any) -> None:
-    (tmp_path / "utils.py").write_text("def fails(docs):\n    return docs.map(lambda doc: {'a': doc['gone']})\n")
-    path = task_file(tmp_path, task="mine")
-    settings = yaml.safe_dump(json.loads(Path(path).read_text()), sort_keys=True)
-    Path(path).write_text(f"{settings}{line}\n")
-    words = ["prune", "--pretrained", str(tiny_folder), "--ratio", "0.3", "--method", "flap", "--task", path]
-    assert main([*words, "--output", str(tmp_path / "plan.json")]) == 2
-    lines = capsys.readouterr().err.splitlines()
-    assert "sums.yaml" in lines[-1] and "Traceback" not in str(lines)
-
-
 def test_an_error_that_is_no_mistake_is_one_line_and_debug_shows_where(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
@@ -271,21 +220,6 @@ def test_a_model_in_the_hubs_cache_needs_no_hub(tiny_folder: Path, tmp_path: Pat
     embedded.check_name("some/one", {**here, "gguf_file": "m.gguf"})
 
 
-def test_devices_that_are_not_there_are_one_line(tiny_folder: Path, tmp_path: Path, capsys) -> None:
-    for device in ("cuda:99", "cuda:-1", "gpu", "xla"):
-        with pytest.raises(InputError, match=f"device={device} does not exist"):
-            PrunedHFLM(str(tiny_folder), device=device)
-    for command in ("importance", "prune"):
-        words = ["--pretrained", str(tiny_folder), "--output", str(tmp_path / "x.json"), "--device", "cuda:99"]
-        words += ["--ratio", "0.2"] if command == "prune" else []
-        assert main([command, *words]) == 2
-        assert re.fullmatch(r"lmeval-prune: error: --device=cuda:99 does not exist .*\n", capsys.readouterr().err)
-    if not torch.cuda.is_available():
-        assert str(resolve_device("cuda:0")) == "cpu"  # lm-eval's own default
-        with pytest.raises(InputError, match="device=cuda does not exist"):
-            PrunedHFLM(str(tiny_folder), device="cuda")
-
-
 def test_a_configuration_of_lm_eval_and_its_check_of_tasks(tiny_folder: Path, tmp_path: Path, capsys) -> None:
     """`lm_eval validate`, and `lm_eval run --config` with heads as a YAML list."""
     assert lm_eval("validate", "--tasks", "prune_gsm8k,prune_tiny", cwd=tmp_path) == 0
@@ -316,15 +250,6 @@ def test_the_source_archive_can_build_the_wheel() -> None:
     assert {"lmeval_prune/tasks/data.py", "lmeval_prune/kernels/dispatch.py", "lmeval_prune/configs/README.md"} <= files
     assert {"tasks/data.py", "lmeval_prune/plugin/bridge.pth", "lmeval_prune/_hatch_hook.py", "LICENSE"} <= files
     assert not any(name.startswith((".venv", "out/")) for name in files)
-
-
-def test_the_folder_of_an_embedded_model_alone(capsys: pytest.CaptureFixture) -> None:
-    assert main(["models", "smollm2-135m"]) == 0
-    assert (Path(capsys.readouterr().out.strip()) / "config.json").is_file()
-    assert main(["models", "smollm"]) == 2
-    assert "there are smollm2-135m" in capsys.readouterr().err
-    assert main(["mask", "--pretrained", "smollm2-135m", "--heads", "L0H0", "--output", "/proc/x/mask.json"]) == 2
-    assert capsys.readouterr().err.startswith("lmeval-prune: error: /proc/x/mask.json cannot be written")
 
 
 def test_masks_are_written_and_listed(tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
@@ -427,24 +352,6 @@ def test_the_bridge_stands_aside_and_survives_probes(installed, tmp_path: Path) 
     )
     done = call("-c", script, python=installed[0], cwd=tmp_path)
     assert done.stdout.strip() == "fine", done.stderr[-2000:]
-
-
-def test_the_bridge_is_put_beside_the_finders_of_others(tmp_path: Path) -> None:
-    """Also of another package's class with the same name."""
-    script = (
-        "import sys\n"
-        "sys.meta_path[:] = [f for f in sys.meta_path if type(f).__name__ != '_Finder']\n"
-        "sys.modules.pop('lmeval_prune.plugin.bridge', None)\n"
-        "class _Finder:\n    def find_spec(self, name, path=None, target=None): pass\n"
-        "sys.meta_path.insert(0, _Finder())\n"
-        "import lmeval_prune.plugin.bridge as bridge\n"
-        "print(sum(type(f) is bridge._Finder for f in sys.meta_path), len(sys.meta_path))\n"
-        "first = len(sys.meta_path)\n"
-        "import importlib; importlib.reload(bridge)\n"
-        "print(len(sys.meta_path) - first)\n"
-    )
-    done = call("-c", script, cwd=tmp_path, PYTHONPATH=str(ROOT))
-    assert done.stdout.split()[0] == "1" and done.stdout.split()[-1] == "0", done.stderr[-2000:]
 
 
 @pytest.mark.long

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import io
 import itertools
 import json
 import math
@@ -24,13 +22,12 @@ from scipy import stats
 from lmeval_prune import InputError
 from lmeval_prune.cli import main
 from lmeval_prune.comparison.compare import compare
-from lmeval_prune.comparison.distances import Response, distances
 from lmeval_prune.comparison.metrics import AGGREGATIONS, DEFAULT_AGGREGATIONS, Metric
 from lmeval_prune.comparison.report import write
-from lmeval_prune.comparison.rows import Comparison, _linearized, rows_of
+from lmeval_prune.comparison.rows import _linearized, rows_of
 from lmeval_prune.comparison.tables import POOLED, Table
 from lmeval_prune.reporting.statistics import difference_interval, holm, sign_flip_test
-from tests.conftest import ROOT, strict_json
+from tests.conftest import ROOT
 from tests.lm_eval_runs import evaluate, write_tasks
 from tests.stub_server import Stub
 
@@ -200,15 +197,6 @@ def test_intervals_of_perplexities_are_those_of_a_ratio() -> None:
     assert (high - low).mean() < 0.99 * (naive_high - naive_low).mean()
 
 
-def test_a_perplexity_that_no_number_holds_is_null_in_json(tmp_path: Path) -> None:
-    table = weighted(np.array([[1.0, 5000.0], [2.0, 5001.0], [3.0, 5003.0]]), np.ones(3))
-    rows = rows_of({"t": table}, "x", 0)
-    assert rows["y", "t"].mean == math.inf
-    write(Comparison("x and y", "x", ["x", "y"], {"t": table}, rows, answers=lambda *_: {}), tmp_path)
-    row = strict_json(tmp_path / "comparison.json")["rows"][1]
-    assert row["mean"] is row["difference"] is None and row["worse"] == 3
-
-
 def test_groups_parts_and_all_tasks(runs: dict[str, Path]) -> None:
     comparison = compare(words(runs), "a", by=["level"])
     evaluated = ["tiny_colours", "tiny_last", "tiny_more", "tiny_texts", "tiny_words"]
@@ -226,25 +214,6 @@ def test_groups_parts_and_all_tasks(runs: dict[str, Path]) -> None:
     assert comparison.rows["b", "tiny_colours, level: 3"].mean == pytest.approx(np.mean(right))
     only = compare(words(runs), tasks=["tiny_group"])
     assert sorted(only.tasks) == ["tiny_group", "tiny_more", "tiny_words"]
-
-
-def test_groups_in_groups(runs: dict[str, Path], tmp_path: Path) -> None:
-    """Inner groups are parts, a group with the tasks of another is left out, and so is one of different metrics."""
-    copies = [copy_of(runs[name], tmp_path / name) for name in "ab"]
-    for copy in copies:
-        (path,) = copy.rglob("results_*.json")
-        results = json.loads(path.read_text())
-        results["group_subtasks"] |= {
-            "outer": ["tiny_group", "tiny_colours"], "again": ["tiny_words", "tiny_more"],
-            "mixed": ["tiny_last", "tiny_colours"], "circle": ["circle", "tiny_texts"],
-        }  # fmt: skip
-        path.write_text(json.dumps(results))
-    comparison = compare(list(map(str, copies)))
-    groups = [task for task in comparison.tasks if not task.startswith("tiny_") or task == "tiny_group"]
-    assert groups == ["tiny_group", "outer"]  # and no pooled tasks: they are those of the outer group
-    assert comparison.tables["tiny_group"].is_part and not comparison.tables["outer"].is_part
-    assert comparison.tables["tiny_colours"].is_part and not comparison.tables["tiny_last"].is_part
-    assert comparison.rows["b", "outer"].questions == 40  # the tasks ask the same questions
 
 
 def test_distances_against_a_literal_reading(runs: dict[str, Path]) -> None:
@@ -352,20 +321,6 @@ def test_distances_of_several_seeds_are_means_over_pairs(runs: dict[str, Path], 
     assert "of its own seeds with each other" in (tmp_path / "report" / "report.md").read_text()
 
 
-def test_seeds_with_other_examples_are_paired_by_prompt() -> None:
-    """A seed may change the prompt: answers to the same prompt are compared, if there are any."""
-
-    def answers(*responses: tuple[str, str]) -> dict[Any, Any]:
-        return {("task", 0): {"responses": [Response(*pair, []) for pair in responses]}}
-
-    base = answers(("one", "x"), ("two", "y"))
-    assert distances(base, answers(("two", "y"), ("one", "x")))["same_answers"] == 1
-    assert distances(base, answers(("two", "x"), ("one", "x")))["same_answers"] == 0.5
-    assert distances(base, answers(("three", "x")))["same_answers"] == 0.5  # no prompt is the same: all pairs
-    assert distances(base)["same_answers"] == 0
-    assert distances(answers(("one", "x"))) == {}
-
-
 @pytest.mark.parametrize(
     ("first", "second", "differ"),
     [
@@ -417,26 +372,6 @@ def test_two_models_in_a_folder_are_two_runs(runs: dict[str, Path], tmp_path: Pa
     assert sorted(names) == ["--model=hf", "--model=vllm load_in_8bit=True"]
 
 
-def test_a_run_of_vllm_beside_one_of_hf(runs: dict[str, Path], tmp_path: Path) -> None:
-    """Samples are lm-eval's own; its results say less about the model, and vLLM's seed is a model_arg."""
-    expected = compare([f"{name}={runs[name]}" for name in "ac"])
-    for seed in (1, 2):
-        copy = copy_of(runs["c"], tmp_path / f"vllm {seed}")
-        (path,) = copy.rglob("results_*.json")
-        results = json.loads(path.read_text())
-        for name in [name for name in results["config"] if name.startswith("model_")]:  # `get_model_info` of hf alone
-            del results["config"][name]
-        arguments = {"pretrained": "x", "dtype": "auto", "max_model_len": 512, "seed": seed}
-        results["config"] |= {"model": "vllm", "model_args": arguments, "batch_size": "auto", "device": None}
-        path.write_text(json.dumps(results))
-        shutil.copytree(copy, tmp_path / "both", dirs_exist_ok=True, copy_function=partial(copy_as, f"{seed}"))
-    comparison = compare([f"a={runs['a']}", f"c={tmp_path / 'vllm 1'}"])
-    assert comparison.rows == expected.rows and "vllm (pretrained=x,dtype=auto," in comparison.about["c"]
-    both = compare([f"a={runs['a']}", f"c={tmp_path / 'both'}"])
-    assert "seed 1 and seed=1; 1 and seed=2" in both.about["c"]
-    assert both.rows["c", "tiny_words"].mean == expected.rows["c", "tiny_words"].mean
-
-
 def copy_as(mark: str, source: str, target: str) -> str:
     """Copy a file under another date, as a second command would have written it."""
     path = Path(target)
@@ -447,11 +382,10 @@ OLD_RUNS = ROOT / "tests" / "old_runs"
 
 
 def test_runs_that_old_versions_wrote() -> None:
-    """Each has the figures of its results file, and all are compared with each other: 0.4.2 to 0.4.7 drew the same."""
+    """Each has the figures of its results file, and both are compared with each other."""
     versions = sorted(path.name for path in OLD_RUNS.iterdir() if path.is_dir())
-    assert versions == ["0.4.12", "0.4.2", "0.4.3", "0.4.7"]
     for metric in ("exact_match,start", "acc_norm", "bits_per_byte", None):
-        comparison = compare([f"{name}={OLD_RUNS / name}" for name in versions], "0.4.2", metric=metric)
+        comparison = compare([f"{name}={OLD_RUNS / name}" for name in versions], "0.4.7", metric=metric)
         assert {"old_words", "old_choice", "old_texts"} <= set(comparison.tasks)
         for name in versions:
             (path,) = (OLD_RUNS / name).glob("results*.json")
@@ -459,11 +393,6 @@ def test_runs_that_old_versions_wrote() -> None:
             for task in ("old_words", "old_choice", "old_texts"):
                 (column,) = comparison.tables[task].columns
                 assert comparison.rows[name, task].mean == pytest.approx(figures[task][column], rel=1e-9), (name, task)
-        for task in ("old_words", "old_choice", "old_texts"):
-            for name in ("0.4.3", "0.4.7"):
-                row = comparison.rows[name, task]
-                assert (row.difference, row.better, row.worse) == (0, 0, 0)
-                assert row.same_answers in (None, 1) and row.choice_kld in (None, 0)
 
 
 def old_run(target: Path, *at: Any, value: Any = None, task: str = "") -> Path:
@@ -477,22 +406,6 @@ def old_run(target: Path, *at: Any, value: Any = None, task: str = "") -> Path:
     inner[at[-1]] = value
     path.write_text("\n".join([json.dumps(content), *others]))
     return target
-
-
-@pytest.mark.parametrize(
-    ("task", "at", "value"),
-    [
-        ("", ["results", "old_choice", "acc,none"], "0.5"),
-        ("old_choice", ["doc_hash"], None),
-        ("old_choice", ["acc"], "1.0"),
-        ("old_choice", ["resps"], [[["-1", "False"]], [["-2", "False"]]]),
-        ("old_words", ["resps", 0], []),
-    ],
-)
-def test_damaged_logs_are_refused(tmp_path: Path, task: str, at: list[Any], value: Any) -> None:
-    damaged = old_run(tmp_path / "damaged", *at, value=value, task=task)
-    with pytest.raises(InputError):
-        compare([str(OLD_RUNS / "0.4.12"), str(damaged)])
 
 
 @pytest.mark.parametrize("figure", [None, math.nan])
@@ -528,27 +441,6 @@ def test_documents_in_another_order_are_paired(tmp_path: Path) -> None:
     shutil.copytree(second, tmp_path / "both")
     shutil.copytree(first, tmp_path / "both", dirs_exist_ok=True, copy_function=partial(copy_as, "7"))
     assert compare([str(first), f"both={tmp_path / 'both'}"]).rows["both", "old_choice"].choice_kld == 0
-
-
-def test_an_ascii_terminal_shows_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), "ascii"))
-    command = ["compare", *(str(OLD_RUNS / name) for name in ("0.4.7", "0.4.12"))]
-    assert main([*command, "--output", str(tmp_path)]) == 0
-    sys.stdout.flush()
-    assert str(tmp_path / "page.html") in sys.stdout.buffer.getvalue().decode("ascii")
-
-
-def test_metadata_may_be_a_list(tmp_path: Path) -> None:
-    copy = old_run(tmp_path / "copy", "configs", "old_choice", "metadata", value=[{"version": 1.0}])
-    assert compare([str(OLD_RUNS / "0.4.12"), f"copy={copy}"]).rows["copy", "old_choice"].difference == 0
-
-
-def test_documents_have_lm_evals_hash(runs: dict[str, Path]) -> None:
-    from lmeval_prune.comparison.results_files import _hash
-
-    for row in samples_of(runs["a"], "tiny_words"):
-        assert _hash(row["doc"]) == row["doc_hash"]
-        assert hashlib.sha256(row["arguments"]["gen_args_0"]["arg_0"].encode()).hexdigest() == row["prompt_hash"]
 
 
 def test_samples_that_do_not_give_the_results_are_refused(runs: dict[str, Path], tmp_path: Path) -> None:

@@ -167,17 +167,3 @@ def test_perplexities_of_one_text_in_two_tasks_of_a_group(tmp_path: Path) -> Non
         (sums,), np.mean, permutation_type="samples", n_resamples=10_000, rng=np.random.default_rng(0)
     )
     assert row.p == pytest.approx(tested.pvalue, abs=0.02)
-
-
-def test_a_document_without_words_counts_nothing(tmp_path: Path) -> None:
-    paths = runs(tmp_path, {"t": lambda i, rng: perplexity("one", i, rng)})
-    pairs = np.array([row["word_perplexity"] for row in rows_of(paths[1], "t")])
-    assert pairs[0].tolist() == [0, 0]
-    assert compare(paths).rows["b", "t"].mean == pytest.approx(math.exp(-pairs[:, 0].sum() / pairs[:, 1].sum()))
-
-
-def test_the_tasks_of_a_group_that_is_left_out_are_no_parts(tmp_path: Path) -> None:
-    tasks = {"x": generated("x {}?"), "y": generated("y {}?"), "t": lambda i, rng: perplexity("one", i, rng)}
-    comparison = compare(runs(tmp_path, tasks, {"inner": ["x", "y"], "outer": ["inner", "t"]}))
-    parts = {task for task, table in comparison.tables.items() if table.is_part}
-    assert parts == {"x", "y"}

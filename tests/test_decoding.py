@@ -1,7 +1,6 @@
 """The decoding engine against transformers' `generate`, one request at a time with its mask hooked."""
 
 import gc
-import inspect
 import itertools
 import math
 import random
@@ -255,13 +254,6 @@ def test_what_a_short_check_cannot_see_is_refused(family: str, changes: dict[str
     assert all(result[request.tag] == alone(model, request) for request in requests)
 
 
-def test_a_model_that_does_not_know_logits_to_keep_falls_back() -> None:
-    model = tiny("llama")
-    inner = type(model).forward
-    model.forward = lambda *args, logits_to_keep=0, **kwargs: inner(model, *args, **kwargs)
-    assert "logits_to_keep" in str(Engine(model).unsupported)
-
-
 def test_two_runs_on_two_models_do_not_meet_and_on_one_model_are_refused() -> None:
     model, other = model_of("llama"), model_of("llama", vocab_size=60)
     requests = some_requests(model, seed=6)
@@ -282,23 +274,6 @@ def test_two_runs_on_two_models_do_not_meet_and_on_one_model_are_refused() -> No
         next(again.decode(requests))
     run.close()
     assert answers(again, requests) == reference
-
-
-def test_two_runs_on_a_model_that_falls_back_are_refused() -> None:
-    model = model_of("bloom")
-    model.generation_config.suppress_tokens = [5]
-    try:
-        requests = some_requests(model, seed=6)
-        reference = answers(Engine(model, Letters()), requests)
-        again = Engine(model, Letters())
-        run = Engine(model, Letters(), max_rows=2).decode(requests)
-        next(run)
-        with pytest.raises(InputError, match="decoding on this model already"):
-            next(again.decode(requests))
-        assert len(list(run)) == len(requests) - 1
-        assert answers(again, requests) == reference and model.generation_config.suppress_tokens == [5]
-    finally:
-        model.generation_config.suppress_tokens = None
 
 
 def test_end_tokens_are_the_models_own_unless_settings_name_some() -> None:
@@ -331,141 +306,6 @@ def watch(monkeypatch: pytest.MonkeyPatch, method: str, after: Any) -> None:
         return result
 
     monkeypatch.setattr(Scheduler, method, watched)
-
-
-@pytest.mark.parametrize("budget", [0, 3, 6, 40])
-def test_steps_stay_within_the_budget(budget: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[tuple[int, int]] = []
-    watch(monkeypatch, "_step", lambda run: seen.append((run.statistics.step_rows, run.statistics.step_tokens)))
-    engine = Engine(model_of("llama"), Letters(), max_rows=4, schedule=Schedule(budget=budget))
-    answers(engine, some_requests(engine.model, seed=3, prompts=6))
-    steps = [(b[0] - a[0], b[1] - a[1]) for a, b in itertools.pairwise([(0, 0), *seen])]
-    assert all(tokens <= max(budget, rows) for rows, tokens in steps)
-    assert any(tokens > rows for rows, tokens in steps) == (budget >= 3)
-
-
-def test_the_budget_is_where_a_projection_takes_twice_as_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = [0.0]
-    monkeypatch.setattr("lmeval_prune.decoding.engine.time.perf_counter", lambda: clock[0])
-    engine = Engine(model_of("llama"))
-    inner = nn.Linear.forward
-
-    def forward(self: nn.Linear, x: torch.Tensor) -> torch.Tensor:
-        clock[0] += max(10, len(x))  # as long as ten tokens, however few
-        return inner(self, x)
-
-    monkeypatch.setattr(nn.Linear, "forward", forward)
-    assert engine._measured_budget == 16  # 16 tokens take 1.6 times as long as one, 32 take 3.2
-
-
-def test_without_refill_a_batch_ends_as_a_whole() -> None:
-    model = model_of("llama")
-    lengths = [3, 30, 3, 3, 3, 3]
-    requests = [Request((5, 6, i), params=SamplingParams(n, eos=()), tag=i) for i, n in enumerate(lengths)]
-
-    def steps(refill: bool) -> int:
-        engine = Engine(model, max_rows=2, schedule=Schedule(refill=refill, drafts=0))
-        answers(engine, requests)
-        return engine.statistics.steps
-
-    assert (steps(True), steps(False)) == (29, 29 + 2 + 2)  # the first token comes from the prompt's pass
-
-
-def test_a_small_pass_of_prompts_waits_for_others_that_can_join(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows end one by one here, and are replaced two at a time; at the end, nothing is waited for."""
-    monkeypatch.setattr("lmeval_prune.decoding.scheduler.FREE_SHARE", 0.25)
-    model, passes = model_of("llama"), []
-    requests = [Request((5, 6, i), params=SamplingParams(3 + i % 8, eos=()), tag=i) for i in range(3, 3 + 8 + 7)]
-    expected = {request.tag: alone(model, request) for request in requests}
-
-    def started(run: Scheduler) -> None:
-        if new := [row for row in run.active if len(row.answer) == 1 and not row.cached - len(row.prompt)]:
-            passes.append(len(new))
-
-    watch(monkeypatch, "_start_leaders", started)
-    engine = Engine(model, max_rows=8, schedule=Schedule(drafts=0))
-    assert answers(engine, requests) == expected
-    assert passes[0] == 8 and set(passes[1:-1]) <= {2, 3} and sum(passes) == len(requests)
-
-
-def test_followers_start_before_their_leaders_end_if_rows_are_free() -> None:
-    model = model_of("llama")
-    masks = [None, *map(HeadMask, ["L1H0", "L1H1", "L2H0", "L2H1", "L3H0"])]
-    prompts = [(5, 6, 3), (5, 6, 4)]
-    requests = [
-        Request(prompt, mask, SamplingParams(20, eos=()), tag=10 * i + j)
-        for i, prompt in enumerate(prompts)
-        for j, mask in enumerate(masks)
-    ]
-    expected = {request.tag: alone(model, request) for request in requests}
-
-    def steps(rows: int) -> int:
-        engine = Engine(model, max_rows=rows, schedule=Schedule(drafts=0))
-        assert answers(engine, requests) == expected
-        return engine.statistics.steps
-
-    assert steps(12) == 19  # all at once; the first token comes from the prompt's pass
-    assert steps(7) <= 2 * 19  # five followers beside both leaders, then the other five
-
-
-def test_followers_start_if_no_memory_is_left_for_the_leaders_that_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory for one leader with followers: beside 6 long rows, the third prompt's followers do not wait for its end."""
-    monkeypatch.setattr("lmeval_prune.decoding.scheduler.FREE_SHARE", 0.5)
-    monkeypatch.setattr(Engine, "_capacity", lambda *_: (12, 1))
-    model = model_of("llama")
-    masks = [None, *map(HeadMask, ["L1H0", "L1H1", "L2H0", "L2H1", "L3H0"])]
-    requests = [
-        Request((5, 6, i), mask, SamplingParams(length, eos=()), tag=10 * i + j)
-        for i, length in enumerate((3, 30, 20, 20), 3)
-        for j, mask in enumerate(masks)
-    ]
-    expected = {request.tag: alone(model, request) for request in requests}
-    running: list[int] = []
-    watch(monkeypatch, "_step", lambda run: running.append(len(run.active)))
-    engine = Engine(model, schedule=Schedule(drafts=0, follow=4))
-    assert answers(engine, requests) == expected
-    assert min(running[4:18]) == 10, running  # the last two wait for rows that can join them
-
-
-@pytest.mark.parametrize("share", [True, False])
-def test_a_pass_of_prompts_is_bounded_and_decoding_waits_for_one(share: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lmeval_prune.decoding.model_runner.PASS", 30)
-    passes: list[tuple[bool, int, int]] = []  # whether rows were being decoded, rows that started, prompt tokens
-    started: list[int] = []
-
-    def pass_done(run: Scheduler) -> None:
-        rows = run.active[sum(started) :]
-        passes.append((waiting[0], len(rows), sum(len(row.request.prompt) for row in rows)))
-        started.append(len(rows))
-
-    inner, waiting = Scheduler._admit, [False]
-
-    def admit(self: Scheduler) -> None:
-        started[:] = [len(self.active)]
-        waiting[0] = bool(self.active)
-        before = len(passes)
-        inner(self)
-        assert len([n for _, n, _ in passes[before:] if n]) <= 1 or not waiting[0]
-
-    monkeypatch.setattr(Scheduler, "_admit", admit)
-    for method in ("_start_leaders", "_start_followers"):
-        watch(monkeypatch, method, pass_done)
-    model = model_of("llama")
-    rng = random.Random(0)
-    requests = [
-        Request(
-            tuple(rng.choices(range(3, VOCABULARY), k=length)),
-            mask,
-            SamplingParams(4 + number % 5, eos=()),
-            tag=(number, i),
-        )
-        for number, length in enumerate([9, 40, 12, 14, 3, 29, 31, 8, 8, 8])
-        for i, mask in enumerate([None, HeadMask("L1H0"), HeadMask("L2H1")])
-    ]
-    answers(Engine(model, max_rows=7, schedule=Schedule(share=share, follow=2)), requests)
-    assert sum(rows for _, rows, _ in passes) == 30 and any(busy for busy, *_ in passes)
-    assert all(tokens <= 30 or rows == 1 for _, rows, tokens in passes)
-    assert any(rows > 1 for _, rows, _ in passes)
 
 
 FILTERED = TokenFilter(0.4, focus="uniform", warmup=3)
@@ -596,25 +436,6 @@ def test_the_model_is_as_before_even_when_the_caller_stops_early() -> None:
     assert torch.equal(model(ids).logits, before)
 
 
-def test_answers_come_as_they_are_ready() -> None:
-    model = model_of("llama")
-    prompt = (5, 6, 7)
-    long, short = (
-        Request(prompt, None, SamplingParams(60), tag="long"),
-        Request((9, 8), None, SamplingParams(2), tag="short"),
-    )
-    assert [request.tag for request, _ in Engine(model).decode([long, short])] == ["short", "long"]
-
-
-def test_the_leader_is_the_request_pruned_highest() -> None:
-    model = model_of("llama")
-    masks = [HeadMask("L0H1"), HeadMask("L3H1"), None, HeadMask("L2H1")]
-    requests = [Request((5, 6, 7), mask, SamplingParams(12), tag=i) for i, mask in enumerate(masks)]
-    engine = Engine(model, max_rows=1)
-    assert next(iter(engine.decode(requests)))[0].tag == 2
-    assert next(iter(engine.decode([requests[0], requests[1], requests[3]])))[0].tag == 1
-
-
 # --------------------------------------------------------------------------- sampling
 
 
@@ -715,11 +536,6 @@ def test_what_changes_logits_is_done_as_generate_does_it(family: str, setting: d
         assert answers(Engine(model, deterministic=deterministic), requests) == expected
 
 
-def test_the_private_function_that_makes_logits_processors_is_as_we_call_it() -> None:
-    parameters = inspect.signature(tiny("llama")._get_logits_processor).parameters
-    assert {"generation_config", "input_ids_seq_length", "encoder_input_ids", "device"} <= set(parameters)
-
-
 @pytest.mark.parametrize(
     ("setting", "warper"),
     [
@@ -753,16 +569,6 @@ def test_a_stop_text_is_found_however_the_answer_spells_it() -> None:
     assert not stopping.ended(answer, params)  # type: ignore[arg-type]
     assert stopping.ended([*answer, "E"], params)  # type: ignore[arg-type]
     assert not stopping.ended([*answer, "E", "y", "z"][2:], params)  # type: ignore[arg-type]
-
-
-def test_positions_and_seeds_are_drawn_independently() -> None:
-    logits = torch.zeros(64)
-    setting = SamplingParams(10, do_sample=True)
-    drawn = [
-        [SAMPLER.choose(logits, Request((1,), None, setting, seed), [0] * i) for i in range(8)] for seed in range(50)
-    ]
-    assert len({tuple(row) for row in drawn}) == 50
-    assert len(set(itertools.chain(*drawn))) > 60
 
 
 # --------------------------------------------------------------------------- parts
@@ -863,14 +669,6 @@ def test_near_ties_of_draws_are_all_found(setting: dict[str, Any], draws: int, m
     assert min(counts) > 0.05 * draws, counts
 
 
-@pytest.mark.parametrize("setting", [*SAMPLED, {"top_k": 50}, {"top_k": 50, "top_p": 0.95}], ids=str)
-def test_few_draws_are_near_ties(setting: dict[str, Any]) -> None:
-    params = SamplingParams(do_sample=True, **setting)
-    logits = 3 * torch.randn(200, 400, generator=torch.Generator().manual_seed(0))
-    ties = sum(SAMPLER.near_tie(line, Request((1,), params=params, seed=i), []) for i, line in enumerate(logits))
-    assert ties < 0.2 * len(logits)
-
-
 @pytest.mark.parametrize(("kept", "logits"), [(2, [3.0, 2.0, 1.9999, -1.0]), (1, [3.0, 2.9999, 1.0, -1.0])])
 def test_a_cut_between_two_like_logits_is_a_near_tie(kept: int, logits: list[float]) -> None:
     """Whatever is drawn; the same logits without a cut there are none."""
@@ -922,36 +720,17 @@ def test_memory_does_not_grow(prompts: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("make", "message"),
+    ("requests", "options"),
     [
-        (lambda model: Request("How many?"), "prompt must be token ids, not a text"),
-        (lambda model: list(Engine(model).decode([Request((1, 10**6))])), "token 1000000 is not in the model's vocabulary"),
-        (lambda model: Schedule(follow=-1), "follow.* at least 0"),
-        (lambda model: Request(()), "a prompt of at least one token"),
-        (lambda model: Request((1,), seed=-1), "seed must not be negative"),
-        (lambda model: SamplingParams(0), "max_new_tokens.* at least 1"),
-        (lambda model: SamplingParams(do_sample=True, temperature=0), "temperature.* above 0"),
-        (lambda model: SamplingParams(do_sample=True, temperature=1e-300), "temperature=1e-300 must be"),
-        (lambda model: SamplingParams(repetition_penalty=1e-300), "repetition_penalty=1e-300 must be"),
-        (lambda model: SamplingParams(top_p=0), "top_p.* above 0"),
-        (lambda model: SamplingParams(others='{"num_beams": 2}'), "unknown settings: num_beams"),
-        (lambda model: SamplingParams(others="2, 3"), "others='2, 3' must be a JSON dictionary"),
-        (lambda model: list(Engine(model).decode([Request((1,), None, SamplingParams(stop=("x",)))])), "need a tokenizer"),
-        (lambda model: list(Engine(model, Letters()).decode([Request((1,), None, SamplingParams(stop=("",)))])), "empty stop"),
-        (lambda model: list(Engine(model).decode([Request((1,) * 128)])), "leaves no room in a context of 128"),
-        (lambda model: list(Engine(model).decode([Request((1,), HeadMask("L9H0"))])), "L9"),
-        (lambda model: list(Engine(model, memory=10).decode([Request((1,))])), "needs .* bytes, more than memory"),
+        ([Request((1,), None, SamplingParams(stop=("",)))], {}),
+        ([Request((1,) * 128)], {}),
+        ([Request((1,), HeadMask("L9H0"))], {}),
+        ([Request((1,))], {"memory": 10}),
     ],
-)  # fmt: skip
-def test_mistakes(make: Any, message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        make(model_of("llama"))
-
-
-@pytest.mark.parametrize("convert", [list, torch.tensor])
-def test_any_sequence_of_tokens_is_a_prompt_and_text_a_mask(convert: Any) -> None:
-    request = Request(convert([3, 4, 5]), "L0H1")
-    assert request == Request((3, 4, 5), HeadMask("L0H1")) and isinstance(request.prompt[0], int)
+)
+def test_requests_without_an_answer_are_refused(requests: list[Request], options: dict[str, Any]) -> None:
+    with pytest.raises(InputError):
+        list(Engine(model_of("llama"), Letters(), **options).decode(requests))
 
 
 def test_what_a_mask_allows_counts_for_it_alone_whatever_the_order() -> None:

@@ -1,6 +1,5 @@
 """`engine=auto`: each request by the engine or by lm-eval's `hf`, with the texts, keys and reports of `hf` alone."""
 
-import ast
 import json
 import re
 from collections import Counter
@@ -15,22 +14,16 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 
 from lmeval_prune import InputError
 from lmeval_prune.architectures import FAMILIES
-from lmeval_prune.decoding import Engine, Request, SamplingParams, attention
-from lmeval_prune.decoding.memory import InsufficientMemoryError
-from lmeval_prune.grid.cells import cells_of
-from lmeval_prune.grid.configuration import Grid
-from lmeval_prune.interventions.unsupported import REASONS
+from lmeval_prune.decoding import Engine
 from lmeval_prune.models import engine_choice
 from lmeval_prune.models.answer_store import read_answers
 from lmeval_prune.models.arguments import Arguments
 from lmeval_prune.models.pruned_hf import PrunedHFLM
 from lmeval_prune.tasks import compat
-from tests.conftest import ROOT
 from tests.covers import crossed
 from tests.test_command_line import call, lm_eval
-from tests.test_grid import described
 from tests.test_pruned_hf import HEADS, PROMPTS, model
-from tests.tiny_models import BY_GENERATE, CAUSAL, tiny, tokens
+from tests.tiny_models import BY_GENERATE, CAUSAL, tiny
 
 GREEDY: list[dict[str, Any]] = [
     {"until": ["\n"], "max_gen_toks": 12, "do_sample": False},
@@ -182,38 +175,6 @@ def test_a_family_without_tests_is_checked_beyond_its_window(
     assert lm.engine_choice.by_engine([request]) == []
 
 
-class Broken(LlamaForCausalLM):
-    """Its feed-forward blocks run one text at a time, and no packed one."""
-
-    def forward(self, *args: Any, use_cache: bool = True, **kwargs: Any) -> Any:
-        if "logits_to_keep" not in kwargs:
-            return super().forward(*args, use_cache=use_cache, **kwargs)
-        hook = self.model.layers[0].mlp.down_proj.register_forward_pre_hook(lambda *_: {}[0])
-        try:
-            return super().forward(*args, use_cache=use_cache, **kwargs)
-        finally:
-            hook.remove()
-
-
-def test_an_error_of_the_check_is_a_reason() -> None:
-    network = tiny("llama")
-    network.__class__ = Broken
-    assert str(Engine(network).unsupported).endswith("KeyError: 0")
-
-
-REFUSALS = ("UnsupportedAttention", "LogitsDiffer")
-
-
-def test_every_refusal_has_a_reason_and_every_reason_a_refusal() -> None:
-    used = {"error", *attention._UNKNOWN_OPTIONS.values()}
-    for path in (ROOT / "lmeval_prune").rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            is_refusal = isinstance(node, ast.Call) and getattr(node.func, "id", "") in REFUSALS
-            if is_refusal and isinstance(node.args[0], ast.Constant):
-                used.add(node.args[0].value)
-    assert used == REASONS.keys()
-
-
 def test_every_family_of_the_table_is_compared_with_generate() -> None:
     """`is_tested` says so of all families of the table; encoders and encoder-decoders never reach the engine."""
     others = {"bert", "roberta", "xlm-roberta", "distilbert", "t5", "mt5", "bart", "mbart"}
@@ -221,14 +182,6 @@ def test_every_family_of_the_table_is_compared_with_generate() -> None:
 
 
 # --------------------------------------------------------------------------- batch size and memory
-
-
-@pytest.mark.parametrize(("size", "rows"), [(1, None), ("1", None), ("auto", None), ("auto:2", None), (4, 4), ("4", 4)])
-def test_an_explicit_batch_size_bounds_the_rows(tiny_folder: Path, size: Any, rows: int | None) -> None:
-    requests = [compat.request("generate_until", (text, dict(GREEDY[1])), "t", i) for i, text in enumerate(PROMPTS)]
-    lm, texts = run(tiny_folder, requests, batch_size=size)
-    assert lm.engine and lm.engine.max_rows == rows and lm.engine.statistics.answers == len(requests)
-    assert texts == run(tiny_folder, requests, batch_size=1, engine="generate")[1]
 
 
 @pytest.mark.parametrize(("slots", "size", "by_engine"), [(1, 1, 5), (0.9, 1, 0), (2, 4, 0), (4, 4, 5), (3, "auto", 0)])
@@ -246,34 +199,6 @@ def test_hf_answers_where_memory_is_too_small(
     assert lm.engine and lm.engine.statistics.answers == by_engine
 
 
-def test_a_few_requests_are_left_to_hf(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The engine is not even checked: that takes longer than a few short answers."""
-    monkeypatch.undo()
-    requests = [request for request in mixed() if request.args[1] in GREEDY] * 3
-    lm = model(tiny_folder)
-    few = lm.generate_until(requests[:15])
-    assert lm.engine and lm.engine.statistics.answers == 0
-    assert lm.generate_until(requests[:16])[:15] == few and lm.engine.statistics.answers == 16
-
-
-def test_memory_is_bounded(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_choice, "available_memory", lambda _: 1 << 40)
-    lm, _ = run(tiny_folder, [request for request in mixed() if request.args[1] in GREEDY])
-    assert lm.engine and lm.engine.memory == 8 << 30
-
-
-def test_keys_are_as_large_as_hidden_states() -> None:
-    """Not as the first parameter, which may be a quantised weight of one byte."""
-    network = tiny("llama")
-    network.register_parameter("codes", torch.nn.Parameter(torch.zeros(1, dtype=torch.int8), requires_grad=False))
-    assert next(network.parameters()).element_size() == 1
-    slot = (4 + 3) * 2 * 2 * 8 * 2 * network.dtype.itemsize
-    request = Request(tuple(tokens(1, 4)[0].tolist()), None, SamplingParams(3, ()))
-    assert len(list(Engine(network, memory=slot).decode([request]))) == 1
-    with pytest.raises(InsufficientMemoryError):
-        list(Engine(network, memory=slot - 1).decode([request]))
-
-
 # --------------------------------------------------------------------------- arguments and ranks
 
 
@@ -284,16 +209,6 @@ def test_the_default_is_auto_and_batched_with_a_router() -> None:
     assert Arguments.of(router).engine == Arguments.of({**router, "engine": "auto"}).engine == "batched"
     with pytest.raises(InputError):
         Arguments.of({"pretrained": "x", "engine_rows": 3})
-
-
-@pytest.mark.parametrize("engine", ["auto", "generate", "batched", None])
-def test_a_cell_of_a_grid_names_its_engine(tiny_folder: Path, engine: str | None) -> None:
-    settings = {"heads": "L0H1", **({"engine": engine} if engine else {})}
-    grid = Grid.of(described(tiny_folder, baseline=None, variants={"v": settings}, tasks=["prune_tiny_words"]))
-    (cell,) = cells_of(grid)
-    arguments = cell.model_args(Path())
-    assert cell.engine == arguments["engine"] == ("generate" if engine == "generate" else "batched")
-    assert arguments.get("deterministic", False) == (engine != "generate")
 
 
 def test_a_rank_without_requests_for_hf_runs_one_with_the_others(

@@ -192,36 +192,6 @@ def test_common_tokens_run_once_and_masks_from_their_first_layer_up() -> None:
 # --------------------------------------------------------------------------- refusals
 
 
-@pytest.mark.parametrize(
-    ("run", "message"),
-    [
-        (lambda: LikelihoodRequest((), (5,)), "at least one token"),
-        (lambda: LikelihoodRequest((5,), ()), "at least one token"),
-        (lambda: Engine(model_of("llama"), context=4), "a text of 5 tokens does not fit in a context of 4"),
-        (lambda: Engine(model_of("bloom")), "the engine computes no log-likelihoods of this model: "),
-    ],
-)
-def test_refusals(run: Any, message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        next(run().score([LikelihoodRequest((5, 6, 7), (8, 9, 10))]))
-
-
-def test_a_wrong_tree_is_noticed_before_the_first_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lmeval_prune.decoding.tree_attention.join_attention", lambda parts: parts[0][0])
-    assert "the model's logits would differ by" in str(Engine(model_of("llama")).unscored)
-
-
-def test_a_model_in_use_is_refused() -> None:
-    engine = Engine(model_of("llama"))
-    requests = tree_requests(engine.model, seed=3)
-    run = engine.score(requests)
-    next(run)
-    with pytest.raises(InputError, match="decoding on this model already"):
-        next(Engine(engine.model).score(requests))
-    run.close()
-    assert len(list(engine.score(requests))) == len(requests)
-
-
 # --------------------------------------------------------------------------- through lm-eval
 
 HEADS = "L0H1+L1H2-3"
@@ -343,15 +313,6 @@ def test_a_run_that_is_killed_resumes(
     assert_close(kind, responses, whole)
     assert len(again.answering.store.responses) == len({request.args for request in instances(kind)})
     again.close()
-
-
-def test_a_result_that_cannot_be_stored_leaves_the_model_usable(tiny_folder: Path, tmp_path: Path) -> None:
-    lm = pruned_hf(tiny_folder, engine="batched", responses=str(tmp_path / "s"))
-    assert lm.engine.unscored is None
-    lm.model.lm_head.weight.data[5] = torch.nan
-    for _ in range(2):
-        with pytest.raises(InputError, match="which cannot be stored; if it is NaN"):
-            lm.loglikelihood(instances("loglikelihood"))
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -77,20 +77,6 @@ def test_a_group_above_its_limit_has_nothing_free(tmp_path: Path) -> None:
     assert free(tmp_path, "0::/") == 0
 
 
-def test_without_cgroups_the_machine_counts(tmp_path: Path) -> None:
-    assert free(tmp_path, "0::/x") == free(tmp_path, "4:memory:/x") == free(tmp_path) == MACHINE
-    assert memory.free_memory(tmp_path, tmp_path / "missing") == MACHINE  # not on Linux
-
-
-def test_half_of_the_free_memory_is_used_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "free_memory", lambda: 1001)
-    assert memory.available_memory(torch.device("cpu")) == 500
-
-
-def test_this_process_can_be_read() -> None:
-    assert 0 < memory.free_memory() <= MACHINE
-
-
 @pytest.mark.parametrize("missing", [0, 1])
 def test_weights_are_widened_for_a_check_only_where_they_fit(missing: int, monkeypatch: pytest.MonkeyPatch) -> None:
     model: Any = tiny("llama", dtype=torch.bfloat16)

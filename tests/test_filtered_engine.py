@@ -15,11 +15,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from lmeval_prune import HeadMask, map_model
+from lmeval_prune import HeadMask
 from lmeval_prune.architectures import ModelMap
 from lmeval_prune.decoding import Engine, Request, SamplingParams, Schedule
 from lmeval_prune.decoding.kv_cache import KVCache
-from lmeval_prune.decoding.model_runner import Chunk, ModelRunner
 from lmeval_prune.decoding.scheduler import Statistics
 from lmeval_prune.interventions import Intervention, interventions_on
 from lmeval_prune.interventions.attention_call import Attend, AttentionCall, intercept_attention
@@ -206,39 +205,6 @@ def test_two_methods_remember_what_they_remember(first: bool, keep: bool) -> Non
             assert result[request.tag] == text[len(request.prompt) :], request
 
 
-@pytest.mark.parametrize("keep", [False, True])
-def test_what_another_method_lets_stay_and_ask_is_no_more_than_before(keep: bool) -> None:
-    model, passed = tiny("llama"), []
-    model_map, filtered = map_model(model), TokenFilter(0.4, focus="uniform", warmup=3, keep_skipped_kv=keep)
-    stored_mask, query_mask = torch.arange(20) % 4 != 1, torch.arange(20) % 4 < 2
-
-    def behind(call: AttentionCall, attend: Attend) -> Any:
-        passed.append(call)
-        return attend(call)
-
-    for before in (
-        {},
-        {"stored_mask": stored_mask},
-        {"query_mask": query_mask},
-        {"stored_mask": stored_mask, "query_mask": stored_mask & query_mask},
-    ):
-        with ExitStack() as stack:
-            intercept_attention(model_map, behind, stack)
-            stack.enter_context(filtered.applied_to(model))
-            intercept_attention(model_map, lambda call, attend, before=before: attend(replace(call, **before)), stack)
-            runner = stack.enter_context(ModelRunner.attached(model_map, KVCache(1, 20), [None]))
-            passed.clear()
-            with torch.inference_mode():
-                runner.forward([Chunk(0, 0, 0, range(3, 23))])
-            kept = [~skipped[0] for skipped in interventions_on(model)[0].skipped.values()]
-        everything = torch.ones(20, dtype=torch.bool)
-        for call, these in zip(passed, kept, strict=True):
-            assert not these.all() and call.query_mask is not None
-            staying = before.get("stored_mask", everything) if keep else before.get("stored_mask", everything) & these
-            assert torch.equal(everything if call.stored_mask is None else call.stored_mask, staying)
-            assert torch.equal(call.query_mask, before.get("query_mask", before.get("stored_mask", everything)) & these)
-
-
 @pytest.mark.parametrize("prompts", [3, pytest.param(6, marks=pytest.mark.long)])
 def test_decisions_where_the_tensors_are_are_the_same(prompts: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU, without its kernels."""
@@ -289,33 +255,6 @@ def test_a_slot_holds_what_was_not_skipped(monkeypatch: pytest.MonkeyPatch) -> N
         assert (places.diff() > 0).all() and places[-1] < 40
 
 
-@pytest.mark.parametrize("keep", [False, True])
-@pytest.mark.parametrize(("dtype", "memory"), [(torch.float64, 200_000), (torch.bfloat16, 60_000)])
-def test_slots_take_what_memory_counts(
-    keep: bool, dtype: torch.dtype, memory: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """All that a slot takes, and no more."""
-    model, caches = tiny("llama", dtype=dtype), []
-    inner = KVCache.__init__
-    monkeypatch.setattr(KVCache, "__init__", lambda self, *args: (inner(self, *args), caches.append(self))[0])
-    requests = [Request((5, 6, 7, 8 + n), None, SamplingParams(12, ())) for n in range(50)]
-    with TokenFilter(**QUICK, keep_skipped_kv=keep).applied_to(model):
-        engine = Engine(model, memory=memory)
-        assert engine.unsupported is None
-        list(engine.decode(requests))
-    cache = caches[-1]
-    states: list[Any] = [state for states in cache.states.values() for state in states.values()]
-    tensors = [
-        tensor
-        for by_layer in (cache.keys, cache.values, cache.positions, cache.lengths)
-        for tensor in by_layer.values()
-    ]
-    tensors += [tensor for state in states for tensor in state.tensors]
-    held = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-    assert len(states) == 2 and cache.count < 50
-    assert held <= memory < held + 2 * held // cache.count
-
-
 @pytest.mark.parametrize(("number", "rows"), [(4, 3), pytest.param(6, 4, marks=pytest.mark.long)])
 def test_a_draw_is_that_of_the_request_alone(number: int, rows: int) -> None:
     model = model_of("llama")
@@ -325,23 +264,6 @@ def test_a_draw_is_that_of_the_request_alone(number: int, rows: int) -> None:
         together = answers(Engine(model, max_rows=rows), requests)
         for request in requests:
             assert answers(Engine(model), [request])[request.tag] == together[request.tag]
-
-
-def test_a_store_that_keeps_what_is_skipped_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In half precision, too, where a rounding may turn a decision."""
-    inner = KVCache.attend
-
-    def keeping(self: KVCache, call: Any) -> Any:
-        return inner(self, replace(call, stored_mask=None))
-
-    for dtype in (torch.float64, torch.bfloat16):
-        model = tiny("llama", dtype=dtype)
-        with TokenFilter(0.3).applied_to(model):
-            assert Engine(model).unsupported is None
-            assert not any(counts(model).values())  # trials
-            with monkeypatch.context() as patch:
-                patch.setattr(KVCache, "attend", keeping)
-                assert Engine(model).unsupported
 
 
 def test_a_lone_skipped_token_that_attends_all_the_same_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -368,20 +290,6 @@ def test_a_lone_skipped_token_that_attends_all_the_same_is_found_out(monkeypatch
             assert Engine(model).unsupported is None
 
 
-@pytest.mark.parametrize("changes", [{}, {"similarity": "key"}, {"keep_skipped_kv": True}, {"smoothing": 0.0}], ids=str)
-def test_which_tokens_skip_while_results_are_compared(changes: dict[str, Any]) -> None:
-    model = tiny("llama", dtype=torch.float32)
-    filtered = TokenFilter(0.3, focus="uniform", **changes).applied_to(model)
-    inputs = torch.tensor([[7 * i % 64 for i in range(12)], [5 * i % 64 for i in range(12)]])
-    with filtered, torch.inference_mode():
-        (live,) = interventions_on(model)
-        with live.fixed_decisions():
-            model(inputs, use_cache=False)
-        assert len(live.skipped) == 2
-        for skipped in live.skipped.values():
-            assert skipped.nonzero().tolist() == [[0, 5], [0, 10], [1, 5], [1, 10]]
-
-
 def test_what_takes_tokens_back_is_switched_off_unless_nothing_is_skipped() -> None:
     model = model_of("llama")
     requests = some_requests(model, seed=3, prompts=6)
@@ -396,13 +304,6 @@ def test_what_takes_tokens_back_is_switched_off_unless_nothing_is_skipped() -> N
     answers(dense, requests)
     assert done(0) == dense.statistics and min(dense.statistics.drafted, dense.statistics.followed) > 0
     assert done(0.2).drafted == done(0.2).followed == 0
-
-
-def test_the_budget_of_drafts_is_not_timed_without_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = model_of("llama")
-    monkeypatch.setattr(Engine, "_measured_budget", property(lambda _: pytest.fail("it was timed")))
-    with TokenFilter(**QUICK).applied_to(model):
-        assert len(list(Engine(model).decode([Request((5, 6, 7), None, SamplingParams(4, ()))]))) == 1
 
 
 def test_one_threshold_for_a_run_is_left_to_generate() -> None:

@@ -9,23 +9,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from lmeval_prune import HeadMask, InputError
-from lmeval_prune.artefacts import new_file
+from lmeval_prune import HeadMask
 from lmeval_prune.cli import main
-from lmeval_prune.errors import DiskError, disk_error, report_write_errors
+from lmeval_prune.errors import DiskError
 from lmeval_prune.grid.configuration import Grid
 from lmeval_prune.grid.folder import GridFolder
 from lmeval_prune.grid.run import run
 from lmeval_prune.models import answer_store
 from lmeval_prune.models.answer_store import AnswerStore, read_answers
 from lmeval_prune.sprint.outcomes import OutcomeStore
-from lmeval_prune.sprint.router import Router
-from lmeval_prune.sprint.routers.contrastive import NearestHeads
 from tests.test_grid import described, outcomes
 from tests.test_pruned_hf import model, requests
-from tests.test_sprint import MODEL, TASKS, row
 from tests.test_sweep import sweep
 from tests.tiny_models import tiny
 
@@ -63,15 +58,7 @@ def answered(folder: Path, compact: bool = False) -> None:
 WRITERS: dict[str, tuple[str, int, Callable[[Path], Any]]] = {
     "append": ("rank-0.jsonl", 1, lambda path: answered(path / "s")),
     "compact": ("answers.jsonl", 2, lambda path: answered(path / "s", compact=True)),
-    "outcomes": ("store.json", 0, lambda path: OutcomeStore(path / "s").begin(MODEL, TASKS, [row(0)], ("dense",))),
-    "questions": ("questions", 1, lambda path: OutcomeStore(path / "s").begin(MODEL, TASKS, [row(0)], ("dense",))),
     "artefact": ("mask.json", 0, lambda path: HeadMask("L0H1").save(path / "mask.json", map_of())),
-    "router": (
-        "router.safetensors",
-        0,
-        lambda path: Router(NearestHeads(torch.ones(1, 2), torch.ones(1, 1)), ["dense"], "none").save(path / "r"),
-    ),
-    "new_file": ("large.gguf", 0, lambda path: write_large(path / "large.gguf")),
     "failure": ("x.json", 0, lambda path: GridFolder(path).record_failure("x", "why", "")),
 }
 
@@ -80,11 +67,6 @@ def map_of() -> Any:
     from lmeval_prune import map_model
 
     return map_model(tiny("llama"))
-
-
-def write_large(path: Path) -> None:
-    with new_file(path) as half:
-        half.write_bytes(b"x")
 
 
 @pytest.mark.parametrize("name", WRITERS)
@@ -97,16 +79,6 @@ def test_a_full_disk_is_one_line_that_names_the_file(name: str, tmp_path: Path) 
         assert file in str(raised.value)
     assert not [path for path in tmp_path.rglob(".*") if path.suffix != ".lock"]
     write(tmp_path)
-
-
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES])
-def test_every_reason_that_lies_with_the_disk_has_its_remedy(number: int) -> None:
-    with pytest.raises(DiskError, match=r"out\.json"), report_write_errors("out.json"):
-        raise OSError(number, os.strerror(number))
-    with pytest.raises(InputError) as raised, report_write_errors("out.json"):
-        raise OSError(errno.ENOTDIR, "Not a directory")
-    assert not isinstance(raised.value, DiskError)
-    assert disk_error(OSError(errno.EACCES, "while reading"), "x") is None
 
 
 def test_answers_that_did_not_fit_are_asked_again(tiny_folder: Path, tmp_path: Path) -> None:

@@ -17,21 +17,18 @@ import torch
 from lm_eval import simple_evaluate
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from lmeval_prune import InputError
-from lmeval_prune.artefacts import content_digest, new_folder
 from lmeval_prune.cli import main
 from lmeval_prune.grid import cells as cells_module
 from lmeval_prune.grid import worker as worker_module
 from lmeval_prune.grid.cells import cells_of
 from lmeval_prune.grid.configuration import Grid
-from lmeval_prune.grid.folder import GridFolder, measurement_key
+from lmeval_prune.grid.folder import GridFolder
 from lmeval_prune.grid.prune import Prune
 from lmeval_prune.grid.random_heads import RandomHeads
 from lmeval_prune.grid.run import run
 from lmeval_prune.interventions import HeadMask
 from lmeval_prune.models import identity as identity_module
 from lmeval_prune.models.answer_store import AnswerStore, read_answers
-from lmeval_prune.models.pruned_hf import PrunedHFLM
 from lmeval_prune.pruners.magnitude import Magnitude
 from tests.conftest import ROOT, task_manager
 from tests.kills import killing_after
@@ -300,40 +297,6 @@ def test_costs_are_measured_in_the_end(tiny_folder: Path, tmp_path: Path, monkey
         assert all(folder.costs(cell["costs"]) for cell in folder.read()["cells"])
 
 
-def test_costs_that_cannot_be_measured_are_tried_once(
-    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tried = []
-    monkeypatch.setattr(worker_module, "measure", lambda lm: tried.append(lm) or 1 / 0)
-    grid = Grid.of(described(tiny_folder, **SMALL, measure=True))
-    assert run(grid, str(tmp_path)).failed == [] and run(grid, str(tmp_path)).new == 0
-    assert len(tried) == 2
-    folder = GridFolder(tmp_path)
-    costs = [cell["costs"] for cell in folder.read()["cells"]]
-    assert all(folder.failure(measurement_key(cost)) for cost in costs)
-    monkeypatch.setattr(worker_module, "measure", lambda _: {"parameters": 1})
-    run(grid, str(tmp_path), retry_failed=True)
-    assert all(folder.costs(cost) for cost in costs) and not list((tmp_path / "failed").iterdir())
-
-
-def test_a_model_that_was_changed_after_its_cells_were_named_is_refused(
-    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its tokens and its type are those of the hash, under arguments of the tokenizer, too."""
-    folder = tmp_path / "model"
-    shutil.copytree(tiny_folder, folder)
-    variants = {"bos": {"add_bos_token": True}, "slow": {"use_fast_tokenizer": False}, "head": {"heads": "L0H1"}}
-    settings = {"variants": variants, "tasks": ["prune_tiny_choice"], "baseline": None, "limit": 1}
-    grid = Grid.of(described(folder, **settings))
-    assert run(grid, str(tmp_path / "g")).failed == []
-    cells = cells_of(grid)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "rope_theta": 5000.0, "rope_parameters": None}))
-    monkeypatch.setattr("lmeval_prune.grid.run.cells_of", lambda _: cells)
-    failed = run(grid, str(tmp_path / "h")).failed
-    assert len(failed) == 3
-
-
 # ---------------------------------------------------------------------- the hash
 
 
@@ -450,17 +413,6 @@ def test_a_type_that_only_the_weights_know_is_not_taken_for_another(tiny_folder:
     assert key_of(folder, model={"pretrained": str(folder)}) == auto
 
 
-def test_a_folder_called_like_a_word_does_not_count(
-    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    variants = {"v": {"router": "random", "router_pool": "L0H1+dense", "attn_implementation": "eager"}}
-    key = key_of(tiny_folder, variants=variants)
-    for name in ("random", "eager", "L0H1+dense"):
-        (tmp_path / name).mkdir()
-    monkeypatch.chdir(tmp_path)
-    assert key_of(tiny_folder, variants=variants) == key
-
-
 TASK = """
 task: prune_of_my_own
 dataset_path: json
@@ -512,28 +464,6 @@ def test_a_task_counts_by_its_prompts_and_by_all_files_beside_its_code(tiny_fold
     assert len({first, *changed}) == 5
 
 
-def test_metadata_count_where_a_task_reads_them(tiny_folder: Path, tmp_path: Path) -> None:
-    data = """
-def data(**metadata):
-    from datasets import Dataset
-    return {"test": Dataset.from_list([{"question": "?" * metadata.get("length", 1), "answer": "4"}])}
-"""
-    (tmp_path / "prompts.py").write_text(PROMPTS + data)
-    source = "dataset_path: json\ndataset_kwargs: {data_files: {test: DATA}}\n"
-    (tmp_path / "mine.yaml").write_text(TASK.replace(source, "custom_dataset: !function prompts.data\n"))
-    metadata: list[dict[str, Any]] = [{}, {"length": 1}, {"colour": "red"}, {"length": 2}]
-    keys = [key_of(tiny_folder, tasks=[str(tmp_path / "mine.yaml")], metadata=value) for value in metadata]
-    assert keys[0] == keys[1] == keys[2] != keys[3]
-
-
-def test_prompts_count_where_no_code_tells(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from lm_eval.api.task import ConfigurableTask
-
-    key, own = key_of(tiny_folder), ConfigurableTask.doc_to_text
-    monkeypatch.setattr(ConfigurableTask, "doc_to_text", lambda *args: f"{own(*args)} ")
-    assert key_of(tiny_folder) != key
-
-
 def test_a_mask_counts_by_its_heads_and_a_router_by_its_content(tiny_folder: Path, tmp_path: Path) -> None:
     from lmeval_prune import HeadMask
     from lmeval_prune.architectures import map_model
@@ -577,56 +507,3 @@ def test_the_command_of_a_cell_does_the_same(tiny_folder: Path, whole: Path, tmp
 
 
 # ---------------------------------------------------------------------- what it stands on
-
-
-def test_a_new_folder_appears_whole_or_not_at_all(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError), new_folder(tmp_path / "a") as folder:
-        (folder / "x").write_text("half")
-        raise RuntimeError
-    assert list(tmp_path.iterdir()) == []
-    with new_folder(tmp_path / "a") as folder:
-        (folder / "x").write_text("whole")
-        assert not (tmp_path / "a").exists()
-    assert [path.name for path in tmp_path.iterdir()] == ["a"] and [p.name for p in (tmp_path / "a").iterdir()] == ["x"]
-
-
-def test_content_counts_not_the_place(tmp_path: Path) -> None:
-    for name in ("a", "b"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "x").write_text("1")
-    (tmp_path / "b" / ".lock").write_text("")
-    assert content_digest(tmp_path / "a") == content_digest(tmp_path / "b")
-    (tmp_path / "b" / "x").rename(tmp_path / "b" / "y")
-    assert content_digest(tmp_path / "a") != content_digest(tmp_path / "b")
-
-
-def test_a_loaded_model_answers_under_other_arguments(tiny_folder: Path) -> None:
-    lm = PrunedHFLM(str(tiny_folder), dtype="float64", device="cpu", heads="L0H1")
-    lm.reconfigure(dtype="float64", device="cpu", heads="L1H2", engine="batched")
-    assert lm.pruning_info()["heads"] == ["L1H2"] and lm.engine is not None
-    with pytest.raises(InputError):
-        lm.reconfigure(dtype="float32", device="cpu")
-    assert lm.pruning_info()["heads"] == ["L1H2"]
-    lm.reconfigure(dtype="float64", device="cpu", engine="generate")
-    assert lm.pruning_info()["heads"] == [] and lm.engine is None
-
-
-def test_a_store_stays_open_from_variant_to_variant(tiny_folder: Path, tmp_path: Path) -> None:
-    arguments = {"dtype": "float64", "device": "cpu"}
-    lm = PrunedHFLM(str(tiny_folder), **arguments, responses=str(tmp_path / "a"))
-    store = lm.answering.store
-    lm.reconfigure(**arguments, heads="L0H1", responses=str(tmp_path / "a"))
-    assert store is lm.answering.store
-    lm.reconfigure(**arguments, responses=str(tmp_path / "b"))
-    AnswerStore(tmp_path / "a").close()  # free again
-    assert lm.answering.store and lm.answering.store.folder == tmp_path / "b"
-    lm.reconfigure(**arguments)
-    assert lm.answering.store is None
-    AnswerStore(tmp_path / "b").close()
-
-
-def test_several_processes_may_write_into_one_store(tmp_path: Path) -> None:
-    first, second = AnswerStore(tmp_path, None), AnswerStore(tmp_path, None)
-    assert (first.path.name, second.path.name) == ("rank-0.jsonl", "rank-1.jsonl")
-    first.close()
-    assert AnswerStore(tmp_path, None).path.name == "rank-0.jsonl"

@@ -6,8 +6,6 @@ import itertools
 import json
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +14,14 @@ import pytest
 from scipy import stats
 
 from lmeval_prune import InputError
-from lmeval_prune.artefacts import content_digest, digest, write_artefact, write_text
+from lmeval_prune.artefacts import digest, write_artefact, write_text
 from lmeval_prune.cli import main
 from lmeval_prune.comparison.costs import pareto_fronts
-from lmeval_prune.comparison.tables import POOLED, _mean_by_text
+from lmeval_prune.comparison.tables import POOLED
 from lmeval_prune.grid.comparison import compare
 from lmeval_prune.grid.folder import CELL, VERSION, GridFolder, samples_file
 from lmeval_prune.grid.outcomes import write_tables
-from lmeval_prune.grid.report import write, write_lm_eval
+from lmeval_prune.grid.report import write_lm_eval
 from lmeval_prune.reporting.statistics import (
     detectable,
     difference_interval,
@@ -38,13 +36,6 @@ from lmeval_prune.reporting.statistics import (
 RNG = np.random.default_rng(0)
 
 # ---------------------------------------------------------------------- statistics
-
-
-def test_mcnemar_is_scipys_binomial_test() -> None:
-    pairs = [(b, w) for b in range(12) for w in range(12)] + [(100, 61), (0, 500)]
-    ps = mcnemar_test(*np.array(pairs).T)
-    literal = [stats.binomtest(b, b + w, 0.5).pvalue if b + w else 1.0 for b, w in pairs]
-    np.testing.assert_allclose(ps, literal, rtol=1e-9)
 
 
 def test_mcnemar_by_brute_force() -> None:
@@ -111,13 +102,6 @@ def test_intervals_hold_the_mean_as_often_as_they_say(n: int) -> None:
         assert ((low <= mean) & (mean <= high)).mean() > least, choices
 
 
-def test_an_interval_of_skewed_figures() -> None:
-    """Of lognormal ones Student's holds the mean in 91 or 92 of 100, and this one in 94."""
-    values = np.random.default_rng(5).lognormal(size=(100, 4000))
-    low, high = mean_interval(values, np.inf)
-    assert ((low <= np.exp(0.5)) & (np.exp(0.5) <= high)).mean() > 0.929
-
-
 def test_an_interval_and_its_test_do_not_contradict_each_other() -> None:
     """It holds 0 just where the test does not say that there is a difference, and always what was observed."""
 
@@ -138,36 +122,6 @@ def test_an_interval_and_its_test_do_not_contradict_each_other() -> None:
         skewed = there * (RNG.lognormal(size=(n, 600)) * RNG.choice((1, -1), p=(0.8, 0.2), size=(n, 600)))
         for differences, unit in ((eighths, 1.0), (skewed, np.inf)):
             check(differences, sign_flip_test(differences, draws=1999), unit)
-
-
-@pytest.mark.parametrize("n", [20, 48, 100])
-def test_a_difference_that_nearly_all_questions_show_has_a_short_interval(n: int) -> None:
-    """Few that deviate do not rule it."""
-    first, second = np.zeros(n), np.ones(n)
-    first[-3:], second[:2] = (0.125, 0.25, 1), (0.5, 0.875)
-    differences = (second - first)[:, None]
-    low, high = difference_interval(differences, 1.0, sign_flip_test(differences))
-    assert differences.mean() - 7.5 / n < low[0] < differences.mean() < high[0] <= 1
-    for values in (first, second):
-        low, high = mean_interval(values[:, None], 1.0)
-        assert 0 <= low[0] < values.mean() < high[0] <= 1 and high[0] - low[0] < 10 / n
-
-
-def test_questions_that_are_all_alike_leave_an_interval() -> None:
-    """All right and none that differs say how many could be otherwise; of figures without a largest one they do not."""
-    low, high = mean_interval(np.ones((20, 1)), 1.0)
-    assert (low[0], high[0]) == (pytest.approx(0.025**0.05), 1.0)
-    low, high = mean_interval(np.full((20, 1), 0.875), 1.0)
-    assert 0.6 < low[0] < 0.8 and 0.9 < high[0] <= 1
-    low, high = mean_interval(np.full((20, 1), 0.875), np.inf)
-    assert (low[0], high[0]) == pytest.approx((0.875, 0.875))
-    none = np.ones(1)
-    low, high = difference_interval(np.zeros((48, 1)), 1.0, none)
-    assert -0.1 < low[0] < -0.03 and 0.03 < high[0] < 0.1
-    low, high = difference_interval(np.zeros((48, 1)), np.inf, none)
-    assert (low[0], high[0]) == (0, 0)
-    low, high = difference_interval(np.ones((20, 1)), 1.0, none / 1e4)
-    assert 0.5 < low[0] < 1 and high[0] == 1
 
 
 def test_a_null_experiment_rejects_at_the_nominal_rate() -> None:
@@ -222,11 +176,6 @@ def test_a_detectable_difference_of_figures_is_detected_four_times_in_five(kind:
     more = 0.5 + least / sizes.mean() / 2
     flipped = sizes * np.where(rng.random((n, columns)) < more, 1, -1)
     assert (sign_flip_test(flipped, draws=1999) < 0.05).mean() > 0.8 - 3 * (0.16 / columns) ** 0.5
-
-
-def test_what_no_number_of_differing_questions_would_show_is_not_detectable() -> None:
-    assert np.isnan(detectable(np.zeros((5, 1)), 1.0)[0]) and detectable(np.zeros((6, 1)), 1.0)[0] > 0.96
-    assert np.isnan(detectable(np.zeros((48, 1)), np.inf)[0])  # how much a question would differ is not known
 
 
 def test_pareto_by_brute_force() -> None:
@@ -394,19 +343,6 @@ def test_a_question_that_two_tasks_ask_counts_once(tmp_path: Path) -> None:
     assert row.p == sign_flip_test((means[1] - means[0])[:, None], draws=10_000)[0]
 
 
-def test_pooled_nulls_that_ask_twice_reject_at_the_nominal_rate() -> None:
-    """Counted as independent questions, they would be called different more than twice as often."""
-    rng, n = np.random.default_rng(8), 150
-    first, second = rng.random((2, n, 1500)) < 0.5
-    again = [np.where(rng.random((n, 1500)) < 0.8, right, ~right) for right in (first, second)]
-    differences = np.concatenate([first.astype(float) - second, again[0].astype(float) - again[1]])
-    texts, once = _mean_by_text([(f"{i}", 0) for i in (*range(n), *range(n))], differences)
-    assert len(texts) == len(once) == n
-    assert (sign_flip_test(once, draws=999) < 0.05).mean() == pytest.approx(0.05, abs=0.015)
-    naive = mcnemar_test((differences > 0).sum(0), (differences < 0).sum(0))
-    assert (naive < 0.05).mean() > 0.09
-
-
 @pytest.mark.long
 def test_many_sign_flips_can_pass_holms_correction(tmp_path: Path) -> None:
     """As many flips are drawn as the tests of the table need: a sure difference stays one among 600 variants."""
@@ -418,19 +354,6 @@ def test_many_sign_flips_can_pass_holms_correction(tmp_path: Path) -> None:
     values["better"] = {"t": (grades + 0.5 + 0.01 * RNG.random(60)).tolist()}
     row = compare(write_grid(tmp_path / "g", values)).rows["better", "t"]
     assert row.test == "sign flips" and row.p_holm < 0.05
-
-
-def test_the_same_questions_are_marked_under_another_task(tmp_path: Path) -> None:
-    def rows(text: str, value: float) -> list[dict[str, Any]]:
-        return [question(text, i, value) for i in range(3)]
-
-    values = {
-        n: {"asdiv": rows("asdiv", v), "asdiv_pass8": rows("asdiv", v), "t": [v] * 3}
-        for n, v in (("a", 0.0), ("b", 1.0))
-    }
-    comparison = compare(write_grid(tmp_path / "g", values, b={"selected_on": ["asdiv", "azdiv"]}))
-    assert [comparison.rows["b", task].chosen_on for task in ("asdiv", "asdiv_pass8", "t", POOLED)] == [3, 3, 0, 3]
-    assert any("azdiv" in note for note in comparison.notes)
 
 
 def test_cells_that_are_not_done_are_missing(tmp_path: Path) -> None:
@@ -458,45 +381,7 @@ def test_what_was_chosen_on_these_questions_is_marked(tmp_path: Path) -> None:
     assert "routed †" in (path / "compare" / "report.md").read_text()
 
 
-def test_an_ordinary_checkpoint_is_no_artefact_that_was_chosen(tmp_path: Path) -> None:
-    """A vocabulary has the word `seen`, too."""
-    (tmp_path / "vocab.json").write_text(json.dumps({"seen": 5}))
-    (tmp_path / "mask.json").write_text(json.dumps({"schema": "lmeval-prune/mask", "seen": 5}))
-    args = {"pretrained": str(tmp_path), "mask": str(tmp_path / "mask.json")}
-    comparison = compare(write_grid(tmp_path / "g", {"dense": {"t": [1.0]}, "x": {"t": [1.0]}}, x={"model_args": args}))
-    assert comparison.rows["x", "t"].chosen_on == 0 and comparison.notes == []
-
-
-def test_a_relative_router_is_found_from_another_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By its content, above the grid's folder; and where it is not there as it was, that is said."""
-    router, elsewhere = tmp_path / "out" / "router", tmp_path / "elsewhere"
-    for folder, text in ((elsewhere / "out" / "router", "other"), (router, "t question 1?")):
-        folder.mkdir(parents=True)
-        write_artefact(folder / "router.json", "lmeval-prune/router", 1, {"seen": [digest(text)]})
-    about = {"identity": {"router": {"router": {"content": content_digest(router)}}}}
-    change = {"model_args": {"router": "out/router"}, "about": about}
-    path = write_grid(tmp_path / "out" / "g", {"dense": {"t": [1.0, 0.0]}, "x": {"t": [1.0, 1.0]}}, x=change)
-    monkeypatch.chdir(elsewhere)  # where another router has the same relative path
-    comparison = compare(path)
-    assert comparison.rows["x", "t"].chosen_on == 1 and comparison.notes == []
-    router.rename(router.with_name("moved"))
-    assert len(compare(path).notes) == 1
-
-
 # ---------------------------------------------------------------------- mistakes in the YAML and on the command line
-
-
-def test_too_few_questions_detect_no_difference(tmp_path: Path) -> None:
-    values = {"dense": {"t": [1.0, 1.0, 1.0, 1.0]}, "other": {"t": [0.0, 1.0, 1.0, 1.0]}}
-    path = write_grid(tmp_path / "g", values)
-    assert compare(path).rows["other", "t"].detectable is None
-    write(str(path))
-    assert "none |" in (path / "compare" / "report.md").read_text()
-
-
-def test_a_cost_that_is_the_same_for_all_has_no_front() -> None:
-    costs = {"a": {"parameters": 5, "flops_per_token": 1}, "b": {"parameters": 5, "flops_per_token": 2}}
-    assert pareto_fronts(costs, {"a": 0.5, "b": 0.75}) == {"flops_per_token": ["a", "b"]}
 
 
 def test_a_speed_is_better_only_beyond_what_its_runs_differ_by() -> None:
@@ -515,14 +400,6 @@ def test_a_speed_is_better_only_beyond_what_its_runs_differ_by() -> None:
         elsewhere = {name: {"device": "cpu", "threads": 1, **own} for name, own in speeds(a=[2, 3], b=[8, 9]).items()}
         elsewhere["b"] |= environment
         assert pareto_fronts(elsewhere, {"a": 0.5, "b": 0.5}) == {}
-
-
-@pytest.mark.parametrize("file", ["answers.parquet", "outcomes.parquet", "results.json"])
-def test_a_damaged_cell_is_one_line(tmp_path: Path, file: str) -> None:
-    path = write_grid(tmp_path / "g", {"dense": {"t": [1.0]}, "x": {"t": [0.0]}})
-    (path / "cells" / "dense-t" / file).write_bytes(b"xx")
-    with pytest.raises(InputError):
-        write(str(path))
 
 
 def test_everything_is_written(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
@@ -555,36 +432,3 @@ def test_variants_that_lm_eval_would_call_the_same_get_a_folder_each(tmp_path: P
         for folder in (tmp_path / "l").iterdir()
     }
     assert {result["model_name"] for result in results.values()} == set(values) and "a__b" in results
-
-
-@pytest.mark.long
-def test_a_thousand_cells_of_a_thousand_questions(tmp_path: Path) -> None:
-    """Within 2 GB, in a process of its own, page included; the cells link to few, so that the test is quick."""
-    folder, cells = GridFolder(tmp_path / "g"), []
-    checkpoint, router = tmp_path / "checkpoint", tmp_path / "router"
-    write_text(checkpoint / "vocab.json", json.dumps({"seen": 5}))
-    write_artefact(router / "router.json", "lmeval-prune/router", 1, {"seen": [digest("t question 7?")]})
-    folder.create("Large", None, [])
-    for kind in range(10):
-        with folder.new_cell(f"k{kind}") as cell:
-            values = RNG.random(1000) < 0.5
-            rows = [question("t", i, float(value)) for i, value in enumerate(values)]
-            write_tables(cell, {"t": rows}, {})
-            write_text(cell / "results.json", "{}")
-    for number in range(1000):
-        key = f"c{number}"
-        folder.cell(key).symlink_to(folder.cell(f"k{number % 10}"))
-        entry = {"key": key, "variant": f"v{number}", "task": "t", "metric": None, "selected_on": []}
-        entry["model_args"] = {"pretrained": str(checkpoint), "router": str(router)}
-        cells.append({**entry, "prepare": {}, "costs": "", "command": ""})
-    folder.create("Large", None, cells)
-    program = (
-        "import sys\nfrom lmeval_prune.grid.report import write\nfrom lmeval_prune.profiling.speed import peak_memory_of_process\n"
-        "print(write(sys.argv[1])[-1][-1])\nprint(peak_memory_of_process())"
-    )
-    command = [sys.executable, "-c", program, str(tmp_path / "g")]
-    *_, written, peak = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
-    page = Path(written)
-    rows = json.loads(page.with_name("comparison.json").read_text())["rows"]
-    assert len(rows) == 1000 and {row["chosen_on"] for row in rows} == {1}
-    assert int(peak) < 2 * 2**30

@@ -111,42 +111,6 @@ def test_compare_shows_it_without_a_model(grid: Path) -> None:
     assert by_name["random", "prune_tiny_choice"]["same_answers"] is None
 
 
-def test_the_page_shows_it(grid: Path, browser: Any) -> None:
-    assert main(["grid", "compare", str(grid)]) == 0
-    rows = json.loads((grid / "compare" / "comparison.json").read_text())["rows"]
-    errors: list[Any] = []
-    page = browser.new_page()
-    page.on("pageerror", lambda error: errors.append(error))
-    page.goto((grid / "compare" / "page.html").as_uri())
-    page.wait_for_selector("body[data-ready]")
-    page.select_option("#task", "prune_tiny_words")
-    assert {"mean KLD", "same top p (%)", "first difference"} <= set(page.locator("#table th").all_inner_texts())
-    (row,) = (entry for entry in rows if (entry["variant"], entry["task"]) == ("random", "prune_tiny_words"))
-    line = page.locator('tr[data-variant="random"]').inner_text()
-    assert f"{row['mean_kld']:.3f} ± {row['mean_kld_se']:.3f}" in line
-    page.click('#table th[data-column="mean_kld"] button')
-    shown = page.locator("#table tr.row").evaluate_all("rows => rows.map((row) => row.dataset.variant)")
-    kld = {entry["variant"]: entry["mean_kld"] for entry in rows if entry["task"] == "prune_tiny_words"}
-    assert shown == [*sorted(set(kld) - {"dense"}, key=lambda name: -kld[name]), "dense"]
-    assert errors == []
-
-
-def test_a_failure_is_a_note(tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: Any) -> None:
-        raise RuntimeError("no such thing")
-
-    monkeypatch.setattr(worker, "measure_distances", fail)
-    variants, tasks = {"dense": {}, "head": {"heads": "L0H1"}}, ["prune_tiny_choice"]
-    grid = Grid.of(described(tiny_folder, **{**SETTINGS, "variants": variants, "tasks": tasks}))
-    assert run(grid, str(tmp_path / "g")).failed == []
-    assert main(["grid", "compare", str(tmp_path / "g")]) == 0
-    notes = json.loads((tmp_path / "g" / "compare" / "comparison.json").read_text())["notes"]
-    assert len(notes) == 1
-    monkeypatch.undo()
-    assert run(grid, str(tmp_path / "g"), retry_failed=True).failed == []
-    assert list((tmp_path / "g" / "distances").glob("*.parquet"))
-
-
 @pytest.fixture(scope="module")
 def noisy(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a checkpoint of the tiny model with noise on its weights."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import shutil
 from pathlib import Path
@@ -12,14 +11,11 @@ import pytest
 
 from lmeval_prune import Plan
 from lmeval_prune.cli import main
-from lmeval_prune.distillation.options import DistillOptions
-from lmeval_prune.distillation.recursion import make_host
 from lmeval_prune.grid.cells import cells_of
 from lmeval_prune.grid.configuration import Grid
 from lmeval_prune.grid.folder import GridFolder
 from lmeval_prune.grid.preparations import make_preparation
 from lmeval_prune.grid.run import run
-from lmeval_prune.grid.task_identity import training_digest
 from lmeval_prune.models.pruned_hf import PrunedHFLM
 from tests.test_grid import described
 from tests.test_own_answers import task_file
@@ -125,28 +121,3 @@ def test_other_training_problems_of_the_same_name_are_another_plan(tiny_folder: 
         (cell,) = cells_of(Grid.of(content))
         keys.add(cell.prepared)
     assert len(keys) == 3
-
-
-def test_other_exemplars_of_another_split_are_other_problems(tiny_folder: Path, tmp_path: Path) -> None:
-    """Of a plan and of a distillation; without examples in the prompts they do not count."""
-    digests: dict[int, list[tuple[str, str]]] = {0: [], 2: []}
-    path = tmp_path / "shots.jsonl"
-    for shots, answer in itertools.product(digests, ("4", "5", "4")):
-        files = {"train": str(tmp_path / "rows.jsonl"), "shots": str(path)}
-        path.write_text("".join(json.dumps({"question": f"{n}?", "answer": answer, "n": n}) + "\n" for n in range(3)))
-        data = {"dataset_kwargs": {"data_files": files, "cache_dir": str(tmp_path / f"{shots}{len(digests[shots])}")}}
-        name = task_file(tmp_path, test_split="shots", fewshot_split="shots", num_fewshot=shots, **data)
-        host = make_host(DistillOptions(str(tiny_folder), "out", task=name))
-        training_digest.cache_clear()
-        digests[shots].append((training_digest(name), host.contents()["problems"]()))
-    assert len({*digests[0]}) == 1
-    for first, second, third in zip(*digests[2], strict=True):
-        assert first == third != second
-
-
-def test_another_text_of_the_same_name_is_another_plan(tmp_path: Path) -> None:
-    text, identities = tmp_path / "text.txt", []
-    for content in ("one", "two"):
-        text.write_text(content)
-        identities.append(make_preparation("prune", {"method": "flap", "ratio": 0.2, "text": str(text)}).settings())
-    assert identities[0] != identities[1]

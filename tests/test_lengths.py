@@ -13,21 +13,11 @@ import torch
 from lm_eval import simple_evaluate
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from lmeval_prune import InputError
-from lmeval_prune.cli import main
 from lmeval_prune.decoding import Engine, Request, SamplingParams
-from lmeval_prune.grid.comparison import compare
-from lmeval_prune.grid.configuration import Grid
-from lmeval_prune.grid.run import run
 from lmeval_prune.models.checkpoint import Checkpoint
 from lmeval_prune.models.engine_choice import EngineChoice
-from lmeval_prune.models.lengths import Ending, cut_off_note, merge_lengths, summarize_lengths
-from lmeval_prune.sprint.fit import fit
-from lmeval_prune.sprint.outcomes import OutcomeStore
 from tests.conftest import task_manager
-from tests.test_grid import described
 from tests.test_pruned_hf import PROMPTS, model, request
-from tests.test_sweep import sweep
 
 LONG = {"until": ["\x00"], "max_gen_toks": 12}
 
@@ -146,20 +136,6 @@ def test_an_end_token_is_no_cut(tiny_folder: Path) -> None:
     assert result[0] == result[1] == result[2] and result[0]["cut_off"] < 1 and result[0]["mean_tokens"] < 12
 
 
-def test_parts_are_weighted_by_what_is_known() -> None:
-    parts = [
-        summarize_lengths([Ending(4, True), None, Ending(2, False)], 4),
-        summarize_lengths([Ending(8, True)], 8),
-        summarize_lengths([None], None),
-    ]
-    result = merge_lengths(parts)
-    assert result == {"answers": 5, "unknown": 2, "cut_off": 2 / 3, "mean_tokens": 14 / 3, "max_gen_toks": 8}
-    assert (
-        cut_off_note(result) == "67% of the answers were cut off at 8 tokens"
-        and cut_off_note(summarize_lengths([], 3)) == ""
-    )
-
-
 @pytest.mark.parametrize("engine", ["generate", "batched"])
 def test_the_results_file_says_it(tiny_folder: Path, engine: str) -> None:
     arguments = {"pretrained": str(tiny_folder), "dtype": "float64", "engine": engine}
@@ -174,22 +150,3 @@ def test_the_results_file_says_it(tiny_folder: Path, engine: str) -> None:
     )
     expected = {"answers": 3, "unknown": 0, "cut_off": 1.0, "mean_tokens": 6, "max_gen_toks": 6}
     assert results["config"]["pruning"]["answers"] == {"prune_tiny_words": expected}
-
-
-def test_a_sweep_and_a_router_say_it(tiny_folder: Path, tmp_path: Path) -> None:
-    result = sweep(tiny_folder, tmp_path / "s", heads="L0H1", limit=4, gen_kwargs={"max_gen_toks": 3})
-    assert all(cell["cut_off"] and cell["length"] == 3 for cell in OutcomeStore(tmp_path / "s").cells())
-    assert result.rows([0]).cut_off == result.columns(["dense"]).cut_off == result.cut_off
-    assert main(["fit", "--outcomes", str(tmp_path / "s"), "--output", str(tmp_path / "r")]) == 2
-    with pytest.raises(InputError):  # whatever the answers' lengths
-        fit(result.columns(["dense"]), "all-minilm-l6-v2")
-
-
-@pytest.mark.long
-def test_a_grid_says_it(tiny_folder: Path, tmp_path: Path) -> None:
-    tasks = [{"task": "prune_tiny_words", "gen_kwargs": {"max_gen_toks": 4}}, "prune_tiny_choice"]
-    settings = described(tiny_folder, variants={"dense": {}, "head": {"heads": "L0H1"}}, tasks=tasks)
-    run(Grid.of(settings), str(tmp_path / "g"))
-    result = compare(tmp_path / "g")
-    row = result.rows["head", "prune_tiny_words"]
-    assert (row.cut_off, row.mean_tokens) == (1.0, 4) and result.rows["head", "prune_tiny_choice"].cut_off is None

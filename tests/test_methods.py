@@ -140,7 +140,7 @@ def test_copies_are_refused_inside_the_block(row: Row) -> None:
     dense = output(model, inputs)
     with applied(row, model):
         for part in (model, model.model.layers[1]):
-            with pytest.raises(TypeError):
+            with pytest.raises(InputError):
                 copy.deepcopy(part)
             with pytest.raises((InputError, AttributeError, TypeError)):  # most hooks cannot be pickled
                 pickle.dumps(part)
@@ -159,7 +159,7 @@ def test_another_thread_is_refused_inside_the_block(row: Row) -> None:
         expected = pool.submit(elsewhere).result()
         with applied(row, model):
             own = output(model, inputs)
-            with pytest.raises(InputError, match=r"another thread has .* applied to this model"):
+            with pytest.raises(InputError, match="another thread has"):
                 pool.submit(elsewhere).result()
             assert torch.equal(pool.submit(output, model, inputs).result(), own)
             with HeadMask("L1H0").applied_to(model):  # the same thread

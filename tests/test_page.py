@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import base64
 import gzip
-import itertools
 import json
-import os
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -258,45 +256,6 @@ def test_only_a_choice_that_differs_is_an_answer_that_differs(open_page: Open, t
     assert "log-likelihood -1.50" in page.inner_text("#questions") and page.query_selector_all(".answer") == []
 
 
-@pytest.mark.parametrize("width", [390, 1200])
-def test_the_plot_can_be_read(open_page: Open, tmp_path: Path, width: int) -> None:
-    """Its text is as large at any width, lies on no other and inside the picture; speeds have their range."""
-    names = ["dense", *(f"random 10%, seed {i}" for i in range(5)), "token filter 0.3, tail, uniform"]
-    values = {name: {"t": (RNG.random(60) < 0.3 + 0.08 * i).astype(float).tolist()} for i, name in enumerate(names)}
-    path = write_grid(tmp_path / "g", values, "dense")
-    speed = "decode_tokens_per_second"
-    for i, name in enumerate(names):
-        cost = {"parameters": 100, "flops_per_token": 1e6 * (200 + i), speed: 10.0 - i, "device": "cpu", "threads": 1}
-        GridFolder(path).write_costs(name, {**cost, "ranges": {speed: [9.7 - i, 10.2 - i]}})
-    assert main(["grid", "compare", str(path)]) == 0
-    page = open_page(path, viewport={"width": width, "height": 900})
-    for cost in ("flops_per_token", speed):
-        page.select_option("#cost", cost)
-        sizes = page.evaluate(
-            """() => { const frame = document.querySelector("#plot svg").getBoundingClientRect();
-            return { height: [...document.querySelectorAll("#plot text")].map((t) => parseFloat(getComputedStyle(t).fontSize)
-                * t.getScreenCTM().a || 12),
-              boxes: [...document.querySelectorAll("#plot text:not([transform])")].map((t) => t.getBoundingClientRect())
-                .map((b) => [b.left - frame.left, b.top - frame.top, b.right - frame.left, b.bottom - frame.top]),
-              wide: [frame.width, frame.height, document.documentElement.scrollWidth] }; }"""
-        )
-        assert min(sizes["height"]) >= 11.5 and sizes["wide"][2] <= width
-        (width_of, height_of, _), boxes = sizes["wide"], [dict(zip("ltrb", box, strict=True)) for box in sizes["boxes"]]
-        assert all(x["l"] >= 0 and x["t"] >= 0 and x["r"] <= width_of and x["b"] <= height_of for x in boxes)
-        for x, y in itertools.combinations(boxes, 2):
-            across, along = min(x["r"], y["r"]) - max(x["l"], y["l"]), min(x["b"], y["b"]) - max(x["t"], y["t"])
-            assert across < 1 or along < 3, (x, y)  # a line's height is more than its letters'
-    assert "the slowest and the fastest run" in page.inner_text("#front")
-    assert "9.7" in page.inner_text("tr[data-variant=dense]") and "10.2" in page.inner_text("tr[data-variant=dense]")
-    page.set_viewport_size({"width": 600, "height": 900})
-    for _ in range(100):  # the page's policy allows no `wait_for_function`
-        drawn = page.evaluate("() => document.querySelector('#plot svg').getBoundingClientRect().width")
-        if 480 < drawn < 600:
-            break
-        page.wait_for_timeout(50)
-    assert 480 < drawn < 600
-
-
 # ---------------------------------------------------------------------- phones, the address, the keyboard, paper
 
 LONG = "\n".join(f"Step {i}: add the {i} apples to the others in the basket." for i in range(24)) + "\nThe result is "
@@ -370,44 +329,6 @@ CONTRASTS = """() => {
 }"""
 
 
-def test_the_address_keeps_what_was_chosen(grid: Path, open_page: Open) -> None:
-    page = open_page(grid)
-    assert fragment(page) == ""
-    page.select_option("#task", "asdiv, as given")
-    ready(page)
-    page.select_option("#b", "half")
-    page.click("#table th[data-column=name] button")
-    page.click("[data-kind=onlyA]")
-    page.click("tr[data-variant=half] button")
-    page.fill("#filter", "h")
-    page.fill("#find", "Step by half")
-    address = fragment(page)
-
-    def chosen(page: Any) -> list[Any]:
-        values = [page.input_value(f"#{name}") for name in ("task", "question_task", "a", "b", "filter", "find")]
-        rows = page.locator("#table tbody tr").evaluate_all(
-            "rows => rows.map((row) => row.dataset.variant ?? 'detail')"
-        )
-        return [*values, rows, page.inner_text("[aria-pressed=true][data-kind]"), page.locator(".item").count()]
-
-    state = chosen(page)
-    assert state[:6] == ["asdiv, as given", "asdiv, as given", "dense", "half", "h", "Step by half"]
-    assert state[6:] == [["half", "detail", "random 10% of heads, seed 1"], "only A right: 6", 6]
-    assert chosen(open_page(grid, address)) == state
-    page.go_back()  # what was typed is no step of its own
-    ready(page)
-    assert chosen(page)[4:6] == ["", ""] and chosen(page)[7] != state[7]
-    for _ in range(4):
-        page.go_back()
-        ready(page)
-    assert fragment(page) == "" and page.input_value("#task") == page.locator("#task option").last.get_attribute(
-        "value"
-    )
-    page.go_forward()
-    ready(page)
-    assert page.input_value("#task") == "asdiv, as given"
-
-
 def test_a_link_opens_its_question(grid: Path, open_page: Open) -> None:
     page = open_page(grid, viewport={"width": 360, "height": 740})
     page.select_option("#b", "half")
@@ -447,75 +368,6 @@ def test_a_link_opens_its_question(grid: Path, open_page: Open) -> None:
     page.wait_for_selector(".item.open[data-question='15']")
 
 
-NEXT_STOP = """() => { const node = document.activeElement, style = getComputedStyle(node);
-  return node === document.body || node.className === "skip" ? null :
-    [node.id || node.dataset.key || node.getAttribute("aria-label") || node.textContent, style.outlineStyle + style.outlineWidth]; }"""
-
-
-def test_by_keyboard_alone(grid: Path, open_page: Open) -> None:
-    """The Tab key leads through everything in order, what has the focus can be seen, and Escape closes what was opened."""
-    page = open_page(grid)
-    page.keyboard.press("Tab")
-    assert page.evaluate("() => document.activeElement.className") == "skip"
-    assert page.locator(".skip").bounding_box()["x"] >= 0
-    page.keyboard.press("Enter")
-    assert page.evaluate("() => document.activeElement.id") == "content" and fragment(page) == ""
-    reached: list[str] = []
-    for _ in range(200):
-        page.keyboard.press("Tab")
-        if (stop := page.evaluate(NEXT_STOP)) is None:
-            break
-        assert stop[1] == "solid3px", stop
-        reached.append(stop[0])
-    assert len(set(reached)) == len(reached) < 200
-    expected = [
-        "Tasks",
-        "variant",
-        "results of all tasks",
-        "task:gsm8k",
-        "task",
-        "filter",
-        "significant",
-        "order:mean",
-        "variant:half",
-    ]
-    expected += [
-        "What the columns mean",
-        "cost",
-        "a",
-        "b",
-        "question_task",
-        "find",
-        "kind:onlyA",
-        "next:0",
-        "question:0",
-        "next:1",
-    ]
-    assert [key for key in reached if key in expected] == expected
-    assert sum(key.startswith("point:") for key in reached) == 1
-    assert sum(key.startswith("question:") for key in reached) == 8
-    page.focus("circle[tabindex='0']")
-    first = page.evaluate("() => document.activeElement.dataset.variant")
-    page.keyboard.press("ArrowRight")
-    assert page.evaluate("() => document.activeElement.dataset.variant") != first
-    page.keyboard.press("Enter")
-    assert page.input_value("#b") == page.evaluate("() => document.activeElement.dataset.variant")
-    page.focus("[data-key='variant:half']")
-    page.keyboard.press("Enter")
-    assert page.locator("tr.detail").count() == 1
-    page.keyboard.press("Escape")
-    assert page.locator("tr.detail").count() == 0
-    assert page.evaluate("() => document.activeElement.dataset.key") == "variant:half"
-    page.focus("#filter")
-    page.keyboard.type("half")
-    assert page.inner_text("#shown") == "1 of 4"
-    page.keyboard.press("Escape")
-    assert page.inner_text("#shown") == "" and page.input_value("#filter") == ""
-    page.focus("nav a:last-child")
-    page.keyboard.press("Enter")
-    assert page.evaluate("() => document.activeElement.id") == "questions-title"
-
-
 def test_without_scripts_the_page_is_the_report(grid: Path, open_page: Open) -> None:
     page = open_page(grid, java_script_enabled=False, viewport={"width": 360, "height": 740})
     assert not page.is_visible("#app") and page.is_visible("#report")
@@ -526,33 +378,6 @@ def test_without_scripts_the_page_is_the_report(grid: Path, open_page: Open) -> 
     assert page.locator("#report tr").count() == len(rows)
     assert "need JavaScript" in page.inner_text("#report")
     assert page.evaluate("() => document.documentElement.scrollWidth") <= 360
-
-
-def test_a_browser_that_cannot_unpack_it_shows_the_report(grid: Path, browser: Any) -> None:
-    page = browser.new_page()
-    page.add_init_script("delete window.DecompressionStream")
-    page.goto((grid / "compare" / "page.html").as_uri())
-    page.wait_for_selector("#report h1")
-    assert "cannot open the page" in page.inner_text("#report") and not page.is_visible("#app")
-    page.close()
-
-
-def test_paper(grid: Path, open_page: Open) -> None:
-    """Printed in a dark room: dark on white, without controls, answers as a whole."""
-    page = open_page(grid, color_scheme="dark")
-    page.emulate_media(media="print", color_scheme="dark")
-    assert "characters …]" in page.inner_text("#questions")
-    page.evaluate("() => dispatchEvent(new Event('beforeprint'))")
-    assert "characters …]" not in page.inner_text("#questions") and "Step 20" in page.inner_text("#questions")
-    ink = re.findall(r"\d+", page.evaluate("() => getComputedStyle(document.querySelector('h1')).color"))
-    assert max(map(int, ink)) < 80
-    assert page.is_visible("#legend")
-    assert not any(page.is_visible(name) for name in ("nav", "#filter", "#significant", ".pager button", ".whole"))
-    page.evaluate("() => dispatchEvent(new Event('afterprint'))")
-    assert "characters …]" in page.inner_text("#questions")
-    assert page.is_visible("#legend") is False
-    if folder := os.environ.get("LMEVAL_PRUNE_SCREENSHOTS"):
-        page.pdf(path=f"{folder}/paper.pdf", format="A4")
 
 
 def test_packed_answers_are_the_answers(grid: Path) -> None:

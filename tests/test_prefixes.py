@@ -108,15 +108,6 @@ def single_mask(prompts: list[tuple[int, ...]]) -> Masks:
     return {prompt: [(0, LAYERS)] for prompt in prompts}
 
 
-def test_thousands_of_nested_prompts() -> None:
-    """Each prompt begins with the one before it; the best prefix saves most of a triangle."""
-    prompts = [tuple(range(n)) for n in range(1, 1501)]
-    (prefix,) = common_prefixes(single_mask(prompts), LAYERS, 1)
-    count, length = len(prefix.prompts), len(prefix.tokens)
-    assert (length, prefix.saved) == (1500 - count, (count - 1) * length * LAYERS)
-    assert prefix.saved == max((count - 1) * (1500 - count) for count in range(1, 1500)) * LAYERS
-
-
 def test_prompts_under_different_masks_share_nothing_above_the_first_pruned_layer() -> None:
     prompts = {(*range(90), 100 + i): [(i, 0)] for i in range(4)}
     assert common_prefixes(prompts, LAYERS, 1) == []
@@ -283,25 +274,6 @@ def test_the_keys_of_a_prefix_are_stored_once_and_freed_after_its_last_answer(co
     assert answered == len(requests) and sizes == {10 * (4 + 2)}
 
 
-@pytest.mark.parametrize("memory", [300_000, 600_000, 3_000_000])
-def test_prefixes_take_at_most_half_of_the_memory(memory: int) -> None:
-    """Prefixes that do not fit are not shared; the answers are the same."""
-    model = model_of("llama", layers=4)
-    requests = prefixed_requests(model, 5, (40, 30))
-    requests = [r for r in requests if len(r.prompt) > 30] + [
-        Request((*range(3, 63), 9 + i), HeadMask(f"L{i}H0"), SamplingParams(3), tag=1000 + i) for i in range(4)
-    ]
-    sizes: list[int] = []
-    with pytest.MonkeyPatch.context() as patch:
-        inner = Engine._share_prefixes
-        patch.setattr(Engine, "_share_prefixes", lambda *args: sizes.append(inner(*args)) or sizes[-1])
-        engine = Engine(model, Letters(), memory=memory, schedule=Schedule(prefix=2, copied_prefix=0))
-        results = answers(engine, requests)
-    assert sizes[0] <= memory // 2 and (memory < 500_000 or sizes[0] > 0)
-    for request in requests:
-        assert results[request.tag] == alone(model, request)
-
-
 def test_a_token_filter_shares_no_prefix() -> None:
     """Its thresholds depend on all tokens before."""
     model = model_of("llama")
@@ -311,34 +283,6 @@ def test_a_token_filter_shares_no_prefix() -> None:
             answers(Engine(model, Letters(), schedule=Schedule(prefix=prefix)), requests) for prefix in (1, 0)
         )
     assert shared == plain
-
-
-@pytest.mark.parametrize("copied", [0, 100])
-def test_what_prefixes_keep_stays_within_their_size(copied: int) -> None:
-    """Keys, values and layer inputs, measured after each run of a prefix; no mask leaves the first layer unpruned."""
-    model = model_of("llama", layers=6)
-    masks = [HeadMask(f"L{layer}H0") for layer in (5, 3, 3, 0)] + [HeadMask("L3H1")]
-    prompts = [(*range(3, 43), 50 + i) for i in range(4)]
-    requests = [Request(p, m, SamplingParams(1), tag=(p, i)) for p in prompts for i, m in enumerate(masks)]
-    sizes: list[int] = []
-    held: list[int] = []
-    with pytest.MonkeyPatch.context() as patch:
-        share, inner = Engine._share_prefixes, SharedPrefix.for_mask
-
-        def for_mask(self: SharedPrefix, *args: Any) -> Any:
-            result = inner(self, *args)
-            tensors = [*self._inputs.values()]
-            for prefix in self._by_mask.values():
-                tensors += [*prefix.keys, *prefix.values]
-            held.append(sum(t.numel() * t.element_size() for t in {id(t): t for t in tensors}.values()))
-            return result
-
-        engine = Engine(model, schedule=Schedule(prefix=2, copied_prefix=copied))
-        assert engine.unsupported is None
-        patch.setattr(SharedPrefix, "for_mask", for_mask)
-        patch.setattr(Engine, "_share_prefixes", lambda *args: sizes.append(share(*args)) or sizes[-1])
-        answers(engine, requests)
-    assert len(held) == len(requests) and sizes[0] / 2 < max(held) <= sizes[0]
 
 
 def test_a_memory_that_is_too_small_for_prefixes_decodes_without_them() -> None:

@@ -7,13 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate import cpu_offload
 from transformers import DynamicCache
 
 from lmeval_prune import InputError, Plan, TokenFilter, map_model
 from lmeval_prune.architectures.blocks import weight_of
 from lmeval_prune.interventions import interventions_on
-from lmeval_prune.interventions.probe_pruning import ProbePruning, counts_by_layer, top_positions
+from lmeval_prune.interventions.probe_pruning import ProbePruning
 from lmeval_prune.pruners.base import make_pruner
 from lmeval_prune.pruners.calibration import CalibrationText
 from lmeval_prune.pruners.options import PruneOptions
@@ -233,11 +232,6 @@ def test_what_rounding_leaves_goes_to_the_next_layer(ratio: float, heads: list[i
     assert report == {"heads": sum(heads) / 24, "channels": sum(channels) / 288}
 
 
-def test_what_the_last_layers_cannot_give_is_taken_from_those_before() -> None:
-    assert counts_by_layer([10, 1, 1, 1, 1], 0.6) == [8, 0, 0, 0, 0]
-    assert counts_by_layer([1, 10, 0, 1], 0.5) == [0, 6, 0, 0] and counts_by_layer([], 0.5) == []
-
-
 def rows_of(texts: list[torch.Tensor], side: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Texts as one batch, padded on a side, and its mask."""
     width = max(map(len, texts))
@@ -268,15 +262,6 @@ def test_equal_tokens_are_told_apart_by_their_place(kind: torch.dtype, side: str
                 torch.testing.assert_close(together[row, mask[row].bool()], alone, rtol=0, atol=1e-3)
 
 
-def test_values_within_rounding_are_equal() -> None:
-    values = torch.tensor([1.0, 3.0, 1.0 + 1e-9, 0.5, 1.0 - 1e-9, 2.0, 1.0])
-    for count, expected in ((1, [1]), (2, [1, 5]), (3, [0, 1, 5]), (4, [0, 1, 2, 5]), (5, [0, 1, 2, 4, 5]), (0, [])):
-        assert top_positions(values.double(), count, True, 1e-6).tolist() == expected
-    for count, expected in ((1, [3]), (2, [0, 3]), (3, [0, 2, 3]), (6, [0, 2, 3, 4, 5, 6])):
-        assert top_positions(values.double(), count, False, 1e-6).tolist() == expected
-    assert top_positions(torch.zeros(4), 2, False, 1e-6).tolist() == [0, 1]
-
-
 @pytest.mark.parametrize("state", ["request", "run"])
 @pytest.mark.parametrize("overflows", [False, True])
 def test_hidden_states_that_are_not_finite_are_one_line(state: Any, overflows: bool) -> None:
@@ -288,26 +273,3 @@ def test_hidden_states_that_are_not_finite_are_one_line(state: Any, overflows: b
         model.get_input_embeddings().weight.data[6] = torch.inf
     with torch.no_grad(), ProbePruning(0.3, skip_first=0, state=state).applied_to(model), pytest.raises(InputError):
         model(ids, attention_mask=mask)
-
-
-def test_offloaded_weights_are_read_as_those_in_memory() -> None:
-    model = tiny("llama", seed=1)
-    probed = []
-    for offload in (False, True):
-        if offload:
-            cpu_offload(model, torch.device("cpu"))
-        with ProbePruning(0.5, skip_first=0).applied_to(model):
-            probed.append(output(model, tokens()))
-    assert torch.equal(*probed)
-    assert not torch.equal(probed[0], output(model, tokens()))
-
-
-@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
-def test_weights_without_their_scales_are_refused(dtype: torch.dtype) -> None:
-    model: Any = tiny("llama")
-    module = model.model.layers[1].self_attn.o_proj
-    module.weight = torch.nn.Parameter(module.weight.detach().to(dtype), requires_grad=False)
-    with pytest.raises(InputError, match="quantised"):
-        weight_of(module)
-    with ProbePruning(0.5, skip_first=0).applied_to(model), pytest.raises(InputError, match="quantised"):
-        output(model, tokens())

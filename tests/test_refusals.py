@@ -154,8 +154,6 @@ MODEL_ARGS: list[tuple[dict[str, Any], str]] = [
     ({"engine": "fast"}, "engine"),
     ({"deterministic": True}, "deterministic"),
     ({"engine": "batched", "engine_rows": 0}, "engine_rows"),
-    ({"max_length": -5}, "max_length"),
-    ({"add_bos_token": 5}, "add_bos_token"),
     ({"token_filter": {"ratio": 0.2, "warmup": 0}}, "warmup"),
     ({"pretrained": "smollm2-135n"}, "smollm2-135m"),
     ({"pretrained": "/no/such/one"}, "/no/such/one"),

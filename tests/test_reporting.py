@@ -10,10 +10,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
-from jinja2 import UndefinedError
-from matplotlib.text import Text
 
-from lmeval_prune.profiling.table import table as profile_table
 from lmeval_prune.reporting import documents, plot_style, tables
 from lmeval_prune.reporting.statistics import holm, mean_interval, sign_flip_test
 
@@ -127,13 +124,6 @@ def test_names_of_others_are_shown_in_markdown_not_read(text: str, shown: str, t
     assert documents.render(tmp_path / "x.md.jinja", a=text) == f"{shown}\n"
 
 
-def test_a_profile_shows_the_names_of_folders_as_they_are() -> None:
-    figures = {"parameters": 2e6, "without_embeddings": 1e6, "flops_counted": 1e9, "peak_memory_mib": 5.0}
-    shown = profile_table({"a/x|y": figures, "b/<b>": figures}, {}).splitlines()
-    assert len({line.replace(r"\|", "").count("|") for line in shown}) == 1
-    assert r"x\|y" in shown[0] and "&lt;b&gt;" in shown[0]
-
-
 def test_a_dollar_in_a_name_is_no_formula(tmp_path: Path) -> None:
     canvas, axes = plot_style.figure(3, 2, "costs $\\frac{")
     axes.plot([1, 2], [1, 10], label="a $x^{")
@@ -143,26 +133,3 @@ def test_a_dollar_in_a_name_is_no_formula(tmp_path: Path) -> None:
     plot_style.label_points(axes, [(1, 1, "$^{")], [])
     plot_style.save(canvas, tmp_path / "x")
     assert (tmp_path / "x.png").is_file()
-
-
-def test_labels_lie_on_nothing(tmp_path: Path) -> None:
-    """Twelve points in two heaps, and their names."""
-    canvas, axes = plot_style.figure(8.2, 4.6, "t")
-    points = [(x + 0.002 * i, 3.0 + 0.05 * i, f"random 10%, seed {i}") for i in range(6) for x in (0.0, 1.0)]
-    axes.plot([x for x, _, _ in points], [y for _, y, _ in points], "o", ms=6)
-    axes.set(ylim=(0, 6))
-    axes.margins(x=0.12)
-    plot_style.label_points(axes, points, [(x, y, x, y) for x, y, _ in points])
-    canvas.draw_without_rendering()
-    boxes = [Text.get_window_extent(text) for text in axes.texts]
-    assert len(boxes) == 12 and not any(a.overlaps(b) for a, b in itertools.combinations(boxes, 2))
-    spots = axes.transData.transform([point[:2] for point in points])
-    assert not any(box.contains(*spot) for box in boxes for spot in spots)
-    assert all(axes.bbox.contains(*corner) for box in boxes for corner in (box.min, box.max))
-
-
-def test_a_template_that_lacks_a_value_is_an_error(tmp_path: Path) -> None:
-    (tmp_path / "x.html.jinja").write_text("{{ a }}: {{ b }}\n")
-    assert documents.render(tmp_path / "x.html.jinja", a="<&>", b=1) == "&lt;&amp;&gt;: 1\n"
-    with pytest.raises(UndefinedError):
-        documents.render(tmp_path / "x.html.jinja", a=1)

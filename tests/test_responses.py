@@ -3,7 +3,6 @@
 import json
 import shutil
 from dataclasses import replace
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -57,27 +56,6 @@ def test_a_stopped_run_goes_on_where_it_was(tiny_folder: Path, tmp_path: Path, k
     assert getattr(finished, kind)(requests(kind)) == expected
     lines = [line for line in path.read_text().splitlines() if not line.startswith('{"key": "cut sho')]
     assert len({json.loads(line)["key"] for line in lines}) == len(lines) == len(expected)
-
-
-def test_a_model_that_computes_nan_is_refused_and_its_other_answers_stay(tiny_folder: Path, tmp_path: Path) -> None:
-    instances = [(PROMPTS[i % len(PROMPTS)], end) for i, end in enumerate((" a", " b", " c"))]
-    items = [request("loglikelihood", pair, i) for i, pair in enumerate(instances)]
-    expected = model(tiny_folder).loglikelihood(items)
-    lm, calls = model(tiny_folder, batch_size=1, responses=str(tmp_path)), []
-
-    def broken(_: Any, __: Any, output: Any) -> Any:
-        calls.append(1)
-        return output * float("nan") if len(calls) > 1 else output
-
-    hook = lm.model.lm_head.register_forward_hook(broken)
-    with pytest.raises(InputError):
-        lm.loglikelihood(items)
-    lm.close()
-    hook.remove()
-    again = model(tiny_folder, batch_size=1, responses=str(tmp_path))
-    assert len(again.answering.store.responses) == 1
-    assert [item for item, _ in again.loglikelihood(items)] == pytest.approx([item for item, _ in expected])
-    again.close()
 
 
 def fresh(folder: Path, store: Path, items: list, **arguments) -> list:
@@ -178,24 +156,6 @@ def test_a_killed_sampled_run_ends_as_one_that_was_not(
         assert len({json.loads(line)["key"] for line in lines}) == len(lines) == len(instances)
 
 
-@pytest.mark.parametrize("stored", [False, True])
-def test_arguments_that_lm_eval_reports_twice(stored: bool, tiny_folder: Path, tmp_path: Path) -> None:
-    """It takes both settings for one, and reports a batch by those of its first request."""
-    settings = ({"until": ["\n"], "max_gen_toks": 4}, {"until": "\n", "max_gen_toks": 4})
-    instances = [request("generate_until", (PROMPTS[0], item), i, task="t") for i, item in enumerate(settings)]
-    lm = model(tiny_folder, batch_size=2, **({"responses": str(tmp_path / "s")} if stored else {}))
-    first, second = lm.generate_until(instances)
-    assert first == second and lm.answering.lengths["t"]["answers"] == 2
-
-
-@pytest.mark.parametrize("length", [48, pytest.param(64, marks=pytest.mark.long)])
-def test_going_on_with_few_requests_and_an_automatic_batch_size(tiny_folder: Path, tmp_path: Path, length: int) -> None:
-    lm = model(tiny_folder, responses=str(tmp_path / "s"), batch_size="auto:4", max_batch_size=2, max_length=length)
-    expected = [v for v, _ in model(tiny_folder).loglikelihood(requests("loglikelihood"))]
-    lm.loglikelihood(requests("loglikelihood")[:-2])
-    assert [v for v, _ in lm.loglikelihood(requests("loglikelihood"))] == pytest.approx(expected, abs=1e-9)
-
-
 @pytest.mark.parametrize("trials", [10, pytest.param(30, marks=pytest.mark.long)])
 def test_ranks_may_open_a_new_store_together_but_not_the_same_file(tmp_path: Path, trials: int) -> None:
     from concurrent.futures import ThreadPoolExecutor
@@ -207,25 +167,6 @@ def test_ranks_may_open_a_new_store_together_but_not_the_same_file(tmp_path: Pat
             AnswerStore(tmp_path / str(trial), 2)
         for store in stores:
             store.close()
-
-
-def test_a_store_is_opened_before_the_weights_are_loaded(
-    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """And released if they cannot be."""
-    store = AnswerStore(tmp_path / "s")
-    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *_, **__: pytest.fail("the weights are loaded"))
-    with pytest.raises(InputError):
-        model(tiny_folder, responses=str(tmp_path / "s"))
-    store.close()
-
-    def fail(*_: Any, **__: Any) -> None:
-        raise OSError("cut off")
-
-    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", fail)
-    with pytest.raises(InputError):
-        model(tiny_folder, responses=str(tmp_path / "s"))
-    AnswerStore(tmp_path / "s").close()
 
 
 def test_compacting_leaves_alone_what_another_process_writes(tmp_path: Path) -> None:
@@ -270,34 +211,6 @@ def test_a_stored_answer_names_the_heads_that_were_pruned(tiny_folder: Path, tmp
     with HeadMask("L1H1").applied_to(lm.model):
         lm.generate_until(requests("generate_until")[:1])
     assert sorted(stored_heads(tmp_path / "ahead")) == ["L0H0", "L0H0+L1H1", "L0H0+L1H2+L1H3"]
-
-
-@pytest.mark.parametrize("compacted", [True, False])
-def test_a_damaged_record_is_no_answer(compacted: bool, tmp_path: Path) -> None:
-    """Whichever bit is flipped, also if the text is no UTF-8 then."""
-    store = AnswerStore(tmp_path)
-    for key in "ab":
-        store.add(key, "It is 42.", {"kind": "generate_until", "tokens": [1, 2]})
-    store.compact() if compacted else None
-    store.close()
-    (path,) = tmp_path.glob("*.jsonl")
-    whole = path.read_bytes()
-    for position, bit in product(range(len(whole)), (1, 4, 128)):
-        path.write_bytes(whole[:position] + bytes([whole[position] ^ bit]) + whole[position + 1 :])
-        responses = AnswerStore(tmp_path).responses
-        assert len(responses) < 2 and responses.items() <= {"a": "It is 42.", "b": "It is 42."}.items()
-
-
-def test_two_files_are_merged_and_a_file_is_no_folder(tmp_path: Path) -> None:
-    first, second = AnswerStore(tmp_path / "s", 0), AnswerStore(tmp_path / "s", 1)
-    first.add("a", "x", {})
-    second.add("b", [1.5, True], {})
-    first.close()
-    assert AnswerStore(tmp_path / "s", 0).responses == {"a": "x", "b": [1.5, True]}
-    (tmp_path / "other").mkdir()
-    (tmp_path / "other" / "file").write_text("")
-    with pytest.raises(InputError, match="cannot be used"):
-        AnswerStore(tmp_path / "other" / "file")
 
 
 def live(folder: Path) -> tuple:
@@ -394,33 +307,6 @@ def test_models_that_differ_in_one_part_do_not_share_answers(tiny_folder: Path, 
         lm.close()
     item, other = identities
     assert [name for name in item if item[name] != other[name]] == [part] and item.keys() == other.keys()
-
-
-def test_each_part_of_a_model_has_its_test(tiny_folder: Path) -> None:
-    (mark,) = test_models_that_differ_in_one_part_do_not_share_answers.pytestmark
-    assert set(changed_model("adapters", False, AutoTokenizer.from_pretrained(tiny_folder)).identity) == set(
-        mark.args[1]
-    )
-
-
-def test_only_drawn_answers_depend_on_the_engine_and_the_seed(tiny_folder: Path, tmp_path: Path) -> None:
-    for settings, expected in ((SAMPLED, [1, 2, 3, 4]), (GENERATE, [1, 1, 1, 1])):
-        instances, folder, counts = [request("generate_until", (PROMPTS[0], settings), 0)], tmp_path / str(expected), []
-        for seed in (1, 2):
-            for engine in ("generate", "batched"):
-                torch.manual_seed(seed)
-                fresh(tiny_folder, folder, instances, engine=engine)
-                counts.append(len((folder / "rank-0.jsonl").read_text().splitlines()))
-        assert counts == expected
-
-
-def test_adapters_are_looked_at_when_an_answer_is_asked_for(tiny_folder: Path, tmp_path: Path) -> None:
-    lm = changed_model("adapters", True, AutoTokenizer.from_pretrained(tiny_folder))
-    lm.answering.store, instances = AnswerStore(tmp_path / "s"), requests("generate_until")
-    adapted = lm.generate_until(instances)
-    with lm.model.disable_adapter():
-        assert lm.generate_until(instances) != adapted
-    assert lm.generate_until(instances) == adapted
 
 
 def test_weights_are_looked_at_when_an_answer_is_asked_for(tiny_folder: Path, tmp_path: Path) -> None:

@@ -16,7 +16,6 @@ from lm_eval.api.model import LM
 from lm_eval.api.registry import model_registry
 from lm_eval.tasks import TaskManager
 
-from lmeval_prune.errors import InputError
 from lmeval_prune.models.answer_store import AnswerStore, read_answers
 from lmeval_prune.models.resumable import ResumableLM, model_identity
 from lmeval_prune.tasks import compat
@@ -283,14 +282,3 @@ def test_processes_write_files_of_their_own(late: type[Late], tmp_path: Path, mo
         lm.generate_until([compat.request("generate_until", (prompt, {}), "task", 0, doc={"question": prompt})])
     assert sorted(path.name for path in (tmp_path / "store").glob("rank-*")) == ["rank-0.jsonl", "rank-1.jsonl"]
     assert stored(tmp_path / "store") == 2
-
-
-def test_a_second_store_and_images_are_refused(late: type[Late], tmp_path: Path) -> None:
-    lm = ResumableLM.create_from_arg_string(f"lm=late,responses={tmp_path / 'store'}")
-    with pytest.raises(InputError):
-        ResumableLM.create_from_arg_string(f"lm=late,responses={tmp_path / 'store'}")
-    request = compat.request("generate_until", ("look", {}, {"visual": []}), "picture", 0)
-    with pytest.raises(InputError):
-        lm.generate_until([request])
-    with pytest.raises(InputError, match="--use_cache"):
-        simple_evaluate(model=lm, tasks=["prune_tiny_words"], limit=1, use_cache=str(tmp_path / "cache"))

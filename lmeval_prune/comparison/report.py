@@ -16,7 +16,7 @@ from lmeval_prune.comparison.page import write_page
 from lmeval_prune.comparison.rows import DETECTABLE, Comparison, Row
 from lmeval_prune.comparison.tables import POOLED
 from lmeval_prune.distance.summary import cells as distance_cells
-from lmeval_prune.errors import InputError, did_you_mean, refuse_file
+from lmeval_prune.errors import InputError, did_you_mean, first_few
 from lmeval_prune.reporting.documents import printable, render
 from lmeval_prune.reporting.plot_style import COLOURS, figure, label_points, save
 from lmeval_prune.reporting.tables import bold, csv, markdown, p_value, signed, significant
@@ -33,14 +33,14 @@ def write(comparison: Comparison, target: Path, without_texts: Sequence[str] = (
     Returns:
         The table of the last task or of the pooled tasks; notes for the reader, a line each; and the written files.
     """
-    refuse_file(target)
     for task in without_texts:
         if task not in comparison.evaluated:
             raise InputError(f"without_texts: there is no task {task!r}{did_you_mean(task, comparison.evaluated)}")
     rows = [asdict(row) for row in comparison.rows.values()]
     notes = comparison.notes
     if comparison.missing:
-        notes = [f"missing: {_missing(comparison.missing)}", *notes]
+        named = [f"{variant} on {task} ({reason})" for variant, task, reason in comparison.missing]
+        notes = [f"missing: {first_few(named)}", *notes]
     costs = [key for key in COSTS if any(figures.get(key) is not None for figures in comparison.costs.values())]
     write_text(target / "table.csv", csv(pd.DataFrame(rows).astype({"better": "Int64", "worse": "Int64"})))
     write_text(target / "comparison.json", _comparison_json(comparison, rows))
@@ -56,7 +56,6 @@ def write(comparison: Comparison, target: Path, without_texts: Sequence[str] = (
 
 
 def _comparison_json(comparison: Comparison, rows: list[dict[str, Any]]) -> str:
-    """Return the content of `comparison.json`."""
     content = {
         "created_by": CREATED_BY,
         "title": comparison.title,
@@ -67,12 +66,6 @@ def _comparison_json(comparison: Comparison, rows: list[dict[str, Any]]) -> str:
         "metrics": {task: table.columns for task, table in comparison.tables.items() if task != POOLED},
     }
     return json.dumps(without_nan(content), indent=1, ensure_ascii=False, allow_nan=False) + "\n"
-
-
-def _missing(cells: list[tuple[str, str, str]]) -> str:
-    """Describe results that are missing, with their reasons, in one line."""
-    named = [f"{variant} on {task} ({reason})" for variant, task, reason in cells]
-    return f"{len(named)}: {'; '.join(named[:10])}{'; …' if named[10:] else ''}"
 
 
 def _report_markdown(
@@ -110,7 +103,6 @@ def _report_markdown(
 
 
 def _devices(costs: Iterable[dict[str, Any]]) -> str:
-    """Name the devices on which costs were measured."""
     devices = {(figures.get("device", "cpu"), figures.get("threads", 1)) for figures in costs if figures}
     return ", ".join(sorted({f"a CPU ({threads} threads)" if name == "cpu" else name for name, threads in devices}))
 
@@ -160,7 +152,6 @@ def _with_error(value: float | None, error: float | None, factor: int, digits: i
 
 
 def _row_cells(row: Row) -> dict[str, str]:
-    """Format a row of a task's table, by column."""
     name = f"{row.variant} †" if row.chosen_on else row.variant
     cells = {"variant": name, "questions": str(row.questions), "mean": _level_text(row, row.mean)}
     if row.difference is None:

@@ -100,7 +100,6 @@ class Run:
 
 
 def _read(file: ResultsFile, task: str, columns: Sequence[str], settings: Settings) -> Evaluation:
-    """Read the outcomes and answers of a task in a results file."""
     rows = file.read_samples(task)
     outcomes, answers = tables({task: rows}, file.results["configs"])
     metrics = known_metrics(outcomes, file.results, file.samples[task])[task]  # type: ignore[arg-type]
@@ -123,7 +122,6 @@ def _texts(arguments: list[list[Any]]) -> list[list[Any]]:
 
 
 def _field(doc: Any, column: str) -> str | None:
-    """Return a field of a document as text; None if it lacks the field."""
     value = doc.get(column) if isinstance(doc, dict) else None
     return str(value) if isinstance(value, str | int | float) else None
 
@@ -194,11 +192,16 @@ def find_runs(words: Sequence[str]) -> list[Run]:
 
 def _runs_of(label: str, files: list[ResultsFile], path: Path) -> list[Run]:
     """Return the runs in a folder, with names from what differs."""
-    groups = _by_model(files)
+    by_model: dict[str, list[ResultsFile]] = {}  # whose model and arguments agree but for the seed
+    for file in files:
+        identity = [str(file.path.parent), file.config.get("model"), _arguments(file)]
+        by_model.setdefault(json.dumps(identity, sort_keys=True, default=str), []).append(file)
+    groups = list(by_model.values())
     if len(groups) == 1:
         return [Run(label, groups[0])]
     group_arguments = [{"--model": group[0].config.get("model")} | _arguments(group[0]) for group in groups]
-    varying = _different_arguments(group_arguments)
+    names = dict.fromkeys(name for arguments in group_arguments for name in arguments)
+    varying = [name for name in names if len({str(arguments.get(name)) for arguments in group_arguments}) > 1]
     folders = [str(group[0].path.parent.relative_to(path)) for group in groups]
     runs = []
     for folder, group, arguments in zip(folders, groups, group_arguments, strict=True):
@@ -209,20 +212,5 @@ def _runs_of(label: str, files: list[ResultsFile], path: Path) -> list[Run]:
     return runs
 
 
-def _by_model(files: list[ResultsFile]) -> list[list[ResultsFile]]:
-    """Group results files of the same folder whose model and arguments agree but for the seed."""
-    groups: dict[str, list[ResultsFile]] = {}
-    for file in files:
-        identity = [str(file.path.parent), file.config.get("model"), _arguments(file)]
-        groups.setdefault(json.dumps(identity, sort_keys=True, default=str), []).append(file)
-    return list(groups.values())
-
-
 def _arguments(file: ResultsFile) -> dict[str, Any]:
     return {name: value for name, value in file.model_args.items() if name != "seed"}
-
-
-def _different_arguments(models: Sequence[dict[str, Any]]) -> list[str]:
-    """Return the names of the arguments in which models differ."""
-    names = dict.fromkeys(name for arguments in models for name in arguments)
-    return [name for name in names if len({str(arguments.get(name)) for arguments in models}) > 1]

@@ -59,8 +59,7 @@ def _outcome(row: dict[str, Any]) -> dict[str, float]:
 def _answer(task: str, row: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
     """Return the question and answer for the page, and a key of the question's text, see `question_keys`."""
     doc, arguments = row["doc"], row["arguments"][0]
-    metadata = config.get("metadata")
-    field = (metadata.get("question_field") if isinstance(metadata, dict) else None) or "question"
+    field = (config.get("metadata") or {}).get("question_field") or "question"
     text = doc.get(field) if isinstance(doc, dict) else None
     question = text if isinstance(text, str) and text else str(arguments[0])
     answers, likelihood, key = [text for responses in row["resps"] for text in responses], "", digest(question)

@@ -68,7 +68,6 @@ class AttentionOptions:
         return (scores - base[..., None]).exp().to(v.dtype) @ v, lse
 
     def _scores(self, q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-        """Return the scores in float32 or float64."""
         scores = q @ k.transpose(-1, -2) * self.scaling
         scores = scores.float() if scores.element_size() < 4 else scores
         if self.softcap is not None:

@@ -71,6 +71,5 @@ class ComparisonRun(LikelihoodRun):
                 variant.values[index[chunk]] = values.cpu()
 
     def _result(self, variant: Variant, part: slice) -> torch.Tensor:
-        """Return the reduced logits of a text under a mask."""
         assert variant.values is not None
         return variant.values[part].clone()

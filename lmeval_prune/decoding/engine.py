@@ -10,13 +10,15 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import closing
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import nn
+from tqdm import tqdm
 
 from lmeval_prune.architectures import ModelMap, input_device, map_model
 from lmeval_prune.architectures.precision import fast_products, with_exact_products
@@ -27,7 +29,6 @@ from lmeval_prune.decoding.likelihood import Likelihood, LikelihoodRequest, Like
 from lmeval_prune.decoding.memory import InsufficientMemoryError, available_memory
 from lmeval_prune.decoding.model_runner import ModelRunner, refuse_locked
 from lmeval_prune.decoding.prefixes import SharedPrefix, common_prefixes
-from lmeval_prune.decoding.progress import Progress
 from lmeval_prune.decoding.request import Request, end_tokens
 from lmeval_prune.decoding.sampling import Sampler
 from lmeval_prune.decoding.scheduler import Schedule, Scheduler, Statistics
@@ -109,24 +110,20 @@ class Engine:
         """
         for params in {request.params for request in requests}:
             self.stopping.check(params)
-        self._check_tokens(request.prompt for request in requests)
         for prompt in {request.prompt for request in requests}:
             if len(prompt) >= self.context:
                 raise InputError(f"a prompt of {len(prompt)} tokens leaves no room in a context of {self.context}")
         self._check_masks(requests)
         if not requests:
             return
-        progress = Progress(requests, self.progress)
-        answers = self._fall_back(requests) if self.unsupported else self._decode(requests, progress)
+        answers = self._fall_back(requests) if self.unsupported else self._decode(requests)
         if self.deterministic:
             answers = with_exact_products(answers)
-        try:
-            for request, answer in answers:
-                progress.end(len(answer))
-                yield request, answer
-        finally:
-            answers.close()
-            progress.close()
+        bar = tqdm(total=len(requests), desc="decoding", unit="answer", disable=not self.progress)
+        with bar, closing(answers):
+            for answered in answers:
+                bar.update()
+                yield answered
 
     def score(
         self, requests: Sequence[LikelihoodRequest], dtype: torch.dtype | None = None
@@ -169,7 +166,6 @@ class Engine:
     def _check_texts(self, requests: Sequence[LikelihoodRequest]) -> None:
         """Refuse masks and texts that do not fit the model, and a model that the engine cannot run."""
         self._check_masks(requests)
-        self._check_tokens(request.context + request.continuation for request in requests)
         longest = max((len(request.context) + len(request.continuation) - 1 for request in requests), default=0)
         if longest > self.context:
             raise InputError(f"a text of {longest} tokens does not fit in a context of {self.context}")
@@ -177,13 +173,11 @@ class Engine:
             raise InputError(f"the engine computes no log-likelihoods of this model: {reason}")
 
     def _check_masks(self, requests: Sequence[Request] | Sequence[LikelihoodRequest]) -> None:
-        """Refuse masks that do not fit the model."""
         # by identity: equal masks may differ in `allow_empty_layer`
         for mask in {id(request.mask): request.mask for request in requests if request.mask}.values():
             mask.fit_to(self.model_map)
 
     def _score(self, run: LikelihoodRun) -> Generator[tuple[LikelihoodRequest, Any]]:
-        """Yield the results of a run, and count its work."""
         try:
             for request, result in run.results():
                 self.statistics.scored += 1
@@ -192,15 +186,7 @@ class Engine:
             self.statistics.layer_tokens += run.layer_tokens
             self.statistics.head_tokens += run.head_tokens
 
-    def _check_tokens(self, texts: Iterable[tuple[int, ...]]) -> None:
-        """Refuse tokens that the model's vocabulary does not have."""
-        size = self.model.get_input_embeddings().num_embeddings
-        for tokens in {*texts}:
-            if not 0 <= min(tokens) <= max(tokens) < size:
-                token = next(token for token in tokens if not 0 <= token < size)
-                raise InputError(f"token {token} is not in the model's vocabulary of {size} tokens")
-
-    def _decode(self, requests: Sequence[Request], progress: Progress) -> Generator[tuple[Request, list[int]]]:
+    def _decode(self, requests: Sequence[Request]) -> Generator[tuple[Request, list[int]]]:
         block = BLOCK if self.device.type == "cpu" else None  # on a GPU, launches cost more than reading unused keys
         schedule, sampler = self._resolved_schedule(), Sampler(self.model, self.stopping)
         for with_prefixes in (True, False):
@@ -216,7 +202,7 @@ class Engine:
         cache = KVCache(min(rows, len(requests)), longest, block)
         with ModelRunner.attached(self.model_map, cache, masks) as runner:
             scheduler = Scheduler(
-                runner, deque(groups), sampler, self.statistics, schedule, self.deterministic, leaders, progress.step
+                runner, deque(groups), sampler, self.statistics, schedule, self.deterministic, leaders
             )
             for sequence in scheduler.answers():
                 yield sequence.request, sequence.answer
@@ -321,7 +307,6 @@ class Engine:
 
     @property
     def _token_bytes(self) -> int:
-        """Return the bytes of a token's keys and values in all layers."""
         layers = self.model_map.attention
         return self._element_size * sum(layer.kv_heads * (layer.key_dim + layer.head_dim) for layer in layers)
 

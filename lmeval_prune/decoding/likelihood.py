@@ -47,7 +47,7 @@ class LikelihoodRequest:
 
     def __post_init__(self) -> None:
         for name in ("context", "continuation"):
-            object.__setattr__(self, name, token_ids(name, getattr(self, name)))
+            object.__setattr__(self, name, token_ids(getattr(self, name)))
         object.__setattr__(self, "mask", HeadMask(self.mask) if isinstance(self.mask, str) else self.mask)
         if not (self.context and self.continuation):
             raise InputError("a log-likelihood needs a context and a continuation of at least one token each")
@@ -202,7 +202,6 @@ class LikelihoodRun:
         return groups
 
     def _variant(self, mask: int, first_layer: int, requests: Sequence[LikelihoodRequest]) -> Variant:
-        """Return the variant of a mask with its requests."""
         texts, by_text = self.texts, defaultdict[int, list[LikelihoodRequest]](list)
         for request in requests:
             by_text[texts.numbers[request.context, request.continuation]].append(request)
@@ -284,7 +283,6 @@ class LikelihoodRun:
             variant.is_greedy[index] = (logprobs.argmax(-1)[row] == token).cpu()
 
     def _complete(self, variant: Variant, segments: Iterable[int]) -> Generator[tuple[LikelihoodRequest, Any]]:
-        """Yield the results of texts that end in some segments."""
         texts = self.texts
         for segment in segments:
             for number in texts.complete.get(segment, ()):
@@ -293,6 +291,5 @@ class LikelihoodRun:
                     yield from ((request, result) for request in requests)
 
     def _result(self, variant: Variant, part: slice) -> Any:
-        """Return the result of a text under a mask, from its part of the log-probabilities."""
         assert variant.logprobs is not None and variant.is_greedy is not None
         return Likelihood(variant.logprobs[part].clone(), bool(variant.is_greedy[part].all()))

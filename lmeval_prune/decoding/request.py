@@ -47,16 +47,8 @@ class SamplingParams(Settings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.do_sample and self.temperature <= 0:
-            raise InputError(f"temperature={self.temperature} must be above 0 when do_sample is true")
         if self.do_sample:
             parse_value("temperature", self.temperature, Divisor)
-        try:
-            others = dict(json.loads(self.others))
-        except (TypeError, ValueError):
-            raise InputError(f"others={self.others!r} must be a JSON dictionary of settings") from None
-        if unknown := [name for name in others if name not in _LOGITS]:
-            raise InputError(f"others has unknown settings: {', '.join(unknown)}; it accepts {', '.join(_LOGITS)}")
 
     @cached_property
     def takes_argmax(self) -> bool:
@@ -110,19 +102,15 @@ def logits_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {name: settings[name] for name in _LOGITS if settings.get(name, defaults.get(name)) != defaults.get(name)}
 
 
-def token_ids(name: str, tokens: Any) -> tuple[int, ...]:
-    """Return token ids as a tuple; `InputError` for a text."""
-    if isinstance(tokens, tuple):
-        return tokens
-    if isinstance(tokens, str):
-        raise InputError(f"{name} must be token ids, not a text; give tokenizer.encode(text)")
-    return tuple(tokens.tolist() if hasattr(tokens, "tolist") else tokens)
+def token_ids(tokens: Any) -> tuple[int, ...]:
+    """Return token ids as a tuple."""
+    return tokens if isinstance(tokens, tuple) else tuple(tokens.tolist() if hasattr(tokens, "tolist") else tokens)
 
 
 def end_tokens(config: Any) -> tuple[int, ...]:
     """Return the ids of the end tokens of a generation config."""
     ends = getattr(config, "eos_token_id", None)
-    return () if ends is None else (ends,) if isinstance(ends, int) else token_ids("eos_token_id", ends)
+    return () if ends is None else (ends,) if isinstance(ends, int) else token_ids(ends)
 
 
 def stop_strings(config: Any) -> tuple[str, ...]:
@@ -172,9 +160,5 @@ class Request:
     tag: Any = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "prompt", token_ids("prompt", self.prompt))
+        object.__setattr__(self, "prompt", token_ids(self.prompt))
         object.__setattr__(self, "mask", HeadMask(self.mask) if isinstance(self.mask, str) else self.mask)
-        if not self.prompt:
-            raise InputError("a request needs a prompt of at least one token")
-        if self.seed < 0:
-            raise InputError(f"seed must not be negative: {self.seed}")

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
-from traceback import walk_tb
 from typing import Any
 
 import numpy
@@ -16,13 +14,6 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 from lmeval_prune.architectures.precision import refuse_nan
 from lmeval_prune.decoding.request import Request, SamplingParams
 from lmeval_prune.decoding.stopping import Stopping
-from lmeval_prune.errors import InputError, first_line
-
-# files of transformers whose errors are of generation settings
-_READERS = tuple(
-    f"generation/{name}.py"
-    for name in ("configuration_utils", "logits_process", "stopping_criteria", "candidate_generator")
-)
 
 
 def near_tied_argmax(logits: torch.Tensor) -> torch.Tensor:
@@ -125,8 +116,7 @@ class Sampler:
     def _scores(self, logits: torch.Tensor, request: Request, answer: Sequence[int], cuts: bool = True) -> torch.Tensor:
         history: Any = torch.tensor([[*request.prompt, *answer]], device=logits.device)
         as_scores: Any = logits.float().unsqueeze(0)
-        with refused_settings():
-            scores: torch.Tensor = self._processors(request, logits.device, cuts)(history, as_scores)[0]
+        scores: torch.Tensor = self._processors(request, logits.device, cuts)(history, as_scores)[0]
         return scores
 
     def _processors(self, request: Request, device: torch.device, cuts: bool = True) -> LogitsProcessorList:
@@ -140,36 +130,13 @@ class Sampler:
             ends = self.stopping.ends(params)
             config._eos_token_tensor = torch.tensor(ends, device=device) if ends else None
             ids: Any = torch.tensor([prompt], device=device)
-            with refused_settings():
-                self._by_request[key] = self._model._get_logits_processor(
-                    generation_config=config,
-                    input_ids_seq_length=len(prompt),
-                    encoder_input_ids=ids,
-                    device=str(device),
-                )
+            self._by_request[key] = self._model._get_logits_processor(
+                generation_config=config,
+                input_ids_seq_length=len(prompt),
+                encoder_input_ids=ids,
+                device=str(device),
+            )
         return self._by_request[key]
-
-
-@contextmanager
-def refused_settings(runs_model: bool = False) -> Iterator[None]:
-    """Turn what transformers raises for generation settings into an `InputError`.
-
-    If the block runs a model, other errors than those of reading settings, processors and criteria stay.
-    """
-    try:
-        yield
-    except Exception as error:  # of any type
-        frames = [frame for frame, _ in walk_tb(error.__traceback__)]
-        reads = any(frame.f_code.co_filename.endswith(_READERS) for frame in frames)
-        is_model = any(frame.f_code.co_name == "_call_impl" for frame in frames) or not (
-            reads or isinstance(error, (ValueError, TypeError, AttributeError, ZeroDivisionError, ImportError, OSError))
-        )
-        if isinstance(error, (InputError, torch.OutOfMemoryError)) or (runs_model and is_model):
-            raise
-        raise InputError(
-            f"transformers refuses the generation settings ({first_line(error)})",
-            remedy="change gen_kwargs or generation_config.json",
-        ) from error
 
 
 def cumulative_distribution(scores: torch.Tensor) -> torch.Tensor:

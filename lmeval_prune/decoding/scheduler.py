@@ -12,7 +12,7 @@ After the first difference, the follower decodes like any sequence.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from itertools import accumulate, islice
@@ -89,7 +89,6 @@ class Scheduler:
     schedule: Schedule  # its budget is set, and `follow` is 0 if `share` is false
     deterministic: bool  # decide near-ties in a batch of one
     max_leaders: int  # largest number of leaders with followers that run at the same time
-    on_step: Callable[[int], None] = lambda _: None  # called with the number of tokens in incomplete answers
     ready: deque[PromptGroup] = field(default_factory=deque)  # groups whose followers can start
     active: list[Sequence] = field(default_factory=list)  # sequence i is in slot i
     drafter: Drafter = field(default_factory=Drafter)
@@ -106,7 +105,6 @@ class Scheduler:
                     self._admit()
                 if not any(row.ended for row in self.active):
                     self._step()
-                self.on_step(sum(len(row.answer) for row in self.active))
                 ended = self._remove_ended()
             self.statistics.layer_tokens = before[0] + self.runner.layer_tokens
             self.statistics.head_tokens = before[1] + self.runner.head_tokens
@@ -181,7 +179,6 @@ class Scheduler:
         return tokens + len(row.prompt) + checked <= self.runner.largest_pass and logits < self.runner.largest_pass // 4
 
     def _activate(self, row: Sequence) -> Sequence:
-        """Assign the next slot to a sequence."""
         row.slot = len(self.active)
         row.end_tokens = self.sampler.stopping.ends(row.request.params)
         if prefix := row.group.prefix:
@@ -192,7 +189,6 @@ class Scheduler:
         return row
 
     def _start_leaders(self) -> bool:
-        """Run the prompts of new leaders; return whether there were any."""
         rows: list[Sequence] = []
         tokens = 0
         for leader in self._next_leaders():
@@ -273,7 +269,6 @@ class Scheduler:
         return matching
 
     def _remove_ended(self) -> list[Sequence]:
-        """Remove ended rows and fill their slots."""
         ended = [row for row in reversed(self.active) if row.ended]  # reversed: no ended row is moved
         for row in ended:
             row.group.unanswered -= 1

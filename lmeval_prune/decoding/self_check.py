@@ -46,7 +46,6 @@ def why_unscored(model_map: ModelMap) -> str | None:
 
 
 def _failure(check: Callable[[ModelMap], None], model_map: ModelMap) -> str | None:
-    """Return why a check of a model fails; None if it does not."""
     refuse_locked(model_map.model)
     try:
         with exact_products():
@@ -149,7 +148,6 @@ def _tokens(model: Any, count: int) -> list[int]:
 
 
 def _logits(model: Any, tokens: list[int]) -> torch.Tensor:
-    """Return the model's own logits of a text, (tokens, vocabulary)."""
     ids = torch.tensor([tokens], device=input_device(model))
     logits: torch.Tensor = model(ids, use_cache=False).logits[0]
     return logits.float()

@@ -22,13 +22,11 @@ class Stopping:
     def __init__(self, tokenizer: Any = None, ends: tuple[int, ...] = (), think_end: str | int | None = None) -> None:
         self.tokenizer, self.think_end = tokenizer, think_end
         self._ends = ends
-        self._stop_tokens = lru_cache(maxsize=None)(self._window)
+        self._windows: dict[tuple[str, ...], int] = {}  # tokens in which stop texts are looked for
         self.may_complete = lru_cache(maxsize=1 << 20)(self._may_complete)
 
     def check(self, params: SamplingParams) -> None:
-        """Refuse empty stop texts, and stop texts without a tokenizer."""
-        if params.stop and self.tokenizer is None:
-            raise InputError("stop texts need a tokenizer: Engine(model, tokenizer)")
+        """Refuse empty stop texts."""
         if "" in params.stop:
             raise InputError("an empty stop text would end every answer at once", remedy="leave it out")
 
@@ -48,7 +46,10 @@ class Stopping:
         """Return whether the decoded end of `tokens` contains a stop text."""
         if not stop or not self.may_complete(tokens[-1], stop):
             return False
-        text = self.tokenizer.decode(tokens[-self._stop_tokens(stop) :])
+        if stop not in self._windows:
+            lengths = [len(self.tokenizer.encode(text, add_special_tokens=False)) for text in stop]
+            self._windows[stop] = 2 + max(lengths)
+        text = self.tokenizer.decode(tokens[-self._windows[stop] :])
         if not any(stop_text in text for stop_text in stop):
             return False
         if self.think_end in (None, "") or tokens[-1] == self.tokenizer.eos_token_id:  # which ends a thought, too
@@ -70,6 +71,3 @@ class Stopping:
             return True
         text = self.tokenizer.decode([token, token])
         return "\ufffd" in text or any(stop_text[-1] in text for stop_text in stop)
-
-    def _window(self, stop: tuple[str, ...]) -> int:
-        return 2 + max(len(self.tokenizer.encode(text, add_special_tokens=False)) for text in stop)

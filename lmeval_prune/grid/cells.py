@@ -127,7 +127,6 @@ class Cell:
         return {**self._settings(), "seed": self.variant.seed, **fields, "key": self.key, "command": command}
 
     def _settings(self) -> dict[str, Any]:
-        """Return the settings of variant and task, for `grid.json` and `cell.json`."""
         return {
             "variant": self.variant.name,
             "task": self.task.name,
@@ -214,14 +213,12 @@ class _Planner:
             )
 
     def _model(self, key: str, loading: dict[str, Any]) -> tuple[Checkpoint, dict[str, Any]]:
-        """Return a checkpoint and its identity, read once per model."""
         if key not in self.models:
             checkpoint = Checkpoint(loading)
             self.models[key] = checkpoint, ModelIdentity.of_checkpoint(checkpoint).to_json()
         return self.models[key]
 
     def _task(self, grid_task: GridTask, loading_key: str, loading: dict[str, Any]) -> TaskIdentity:
-        """Return the identity of a task, read once per task and model."""
         key = loading_key, grid_task.name
         if key not in self.tasks:
             manager = task_manager({**loading, **self.grid.metadata})
@@ -231,7 +228,6 @@ class _Planner:
     def _variant_identity(
         self, variant: Variant, arguments: Arguments, checkpoint: Checkpoint, model: dict[str, Any]
     ) -> dict[str, Any]:
-        """Identify the model, the interventions, the router and the preparation."""
         router_arguments = {name: variant.model_args[name] for name in ROUTER_ARGUMENTS if name in variant.model_args}
         interventions: list[Any] = [intervention.identity(checkpoint.map) for intervention in arguments.interventions]
         if interventions:
@@ -256,7 +252,6 @@ class _Planner:
 
 
 def _evaluation(task: GridTask, grid: Grid) -> dict[str, Any]:
-    """Return the arguments of `simple_evaluate`."""
     return {
         "tasks": [task.task],
         "limit": task.limit if task.limit is None or task.limit < 1 else int(task.limit),

@@ -43,6 +43,14 @@ def compare(path: str | Path, baseline: str | None = None, seed: int = 0) -> Com
     length_notes = _add_lengths(folder, rows, done)
     distance_notes = _add_distances(folder, rows, done)
     costs = _costs(folder, cells, variants)
+    gains: dict[str, dict[str, float]] = {task: {} for task in tables}
+    for row in rows.values():
+        gains[row.task][row.variant] = -row.mean if row.lower_is_better else row.mean
+    hooked = [
+        variant
+        for (variant, _), entry in cells.items()
+        if {"heads", "mask", "plan"} & entry["model_args"].keys() or entry["prepare"]
+    ]
     return Comparison(
         title=contents["title"],
         baseline=baseline,
@@ -51,30 +59,21 @@ def compare(path: str | Path, baseline: str | None = None, seed: int = 0) -> Com
         rows=rows,
         answers=lambda variant, task: read_answers(folder.cell(done[variant, task]["key"])),
         costs=costs,
-        fronts={task: pareto_fronts(costs, _gains(rows, task)) for task in tables},
+        fronts={task: pareto_fronts(costs, gains[task]) for task in tables},
         missing=[
             (*names, folder.failure(cells[names]["key"]) or "not run yet") for names in cells if names not in done
         ],
         commands={names: entry["command"] for names, entry in cells.items()},
-        hooked=list(dict.fromkeys(variant for (variant, _), entry in cells.items() if _has_hooks(entry))),
+        hooked=list(dict.fromkeys(hooked)),
         notes=list(dict.fromkeys([*selection_notes, *pooling_notes, *length_notes, *distance_notes])),
     )
 
 
-def _has_hooks(entry: Mapping[str, Any]) -> bool:
-    return bool({"heads", "mask", "plan"} & entry["model_args"].keys() or entry["prepare"])
-
-
 def _costs(folder: GridFolder, cells: Mapping[tuple[str, str], Any], variants: Sequence[str]) -> dict[str, Any]:
-    """Return the measured costs of each variant; empty if there are none."""
     costs: dict[str, dict[str, Any]] = {name: {} for name in variants}
     for (variant, _), entry in cells.items():
         costs[variant] = costs[variant] or folder.costs(entry["costs"]) or {}
     return costs
-
-
-def _gains(rows: Mapping[tuple[str, str], Row], task: str) -> dict[str, float]:
-    return {row.variant: -row.mean if row.lower_is_better else row.mean for row in rows.values() if row.task == task}
 
 
 # ---------------------------------------------------------------------- values

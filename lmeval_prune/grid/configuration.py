@@ -22,7 +22,7 @@ import itertools
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -34,8 +34,7 @@ from lmeval_prune.config import Count, Natural, Positive, Seed, Settings, packag
 from lmeval_prune.errors import InputError, brief, check_exists, did_you_mean
 from lmeval_prune.grid.folder import check_name
 from lmeval_prune.interventions import METHODS
-from lmeval_prune.models.arguments import argument_names
-from lmeval_prune.models.hf_arguments import hf_arguments
+from lmeval_prune.models.arguments import argument_names, hf_arguments
 from lmeval_prune.models.server_options import SERVER_ARGUMENTS, SERVER_OPTIONS
 
 SEED = 1234
@@ -176,7 +175,10 @@ def _variants(name: str, block: Any, shared: dict[str, Any]) -> Iterator[Variant
     own_settings = block or {}
     block = {**own_settings, **{key: value for key, value in shared.items() if key not in own_settings}}  # own first
     try:
-        _check_settings(block)
+        valid_names = {*argument_names(), *OTHER_SETTINGS, *(SERVER_OPTIONS if "base_url" in block else ())}
+        if unknown := [str(key) for key in block if key not in valid_names]:
+            hint = did_you_mean(unknown[0], valid_names) or "; neither pruned-hf nor pruned-server has this model_arg"
+            raise InputError(f"unknown axis or setting {unknown[0]!r}{hint}")
         axes = dict(_axes(block))
         labels = _axis_labels(list(axes))
         for values in itertools.product(*axes.values()):
@@ -188,15 +190,6 @@ def _variants(name: str, block: Any, shared: dict[str, Any]) -> Iterator[Variant
         raise InputError(f"variant {name!r}: {error}") from None
 
 
-def _check_settings(block: Mapping[str, Any]) -> None:
-    """Refuse unknown names of settings."""
-    valid_names = {*argument_names(), *OTHER_SETTINGS, *(SERVER_OPTIONS if "base_url" in block else ())}
-    for name in block:
-        if name not in valid_names:
-            hint = did_you_mean(str(name), valid_names) or "; neither pruned-hf nor pruned-server has this model_arg"
-            raise InputError(f"unknown axis or setting {str(name)!r}{hint}")
-
-
 def _variant(name: str, settings: dict[str, Any]) -> Variant:
     """Create a variant from settings without axes; null values are left out."""
     arguments = {key: value for key, value in settings.items() if value is not None}
@@ -204,20 +197,15 @@ def _variant(name: str, settings: dict[str, Any]) -> Variant:
     if isinstance(tasks := separate.get("selected_on", ()), str):
         separate["selected_on"] = (tasks,)
     if "prepare" in separate:
-        separate["prepare"] = _preparation(separate["prepare"])
+        value = separate["prepare"]
+        value = {value: {}} if isinstance(value, str) else value  # `NAME`, or `{NAME: fields}`
+        if len(value) > 1:
+            raise InputError(f"`prepare:` must be a single {{NAME: {{SETTING: VALUE}}}}, not {value!r}")
+        separate["prepare"] = {str(kind): dict(fields or {}) for kind, fields in value.items()}
     return Variant(name, arguments, **separate)
 
 
-def _preparation(value: Any) -> dict[str, dict[str, Any]]:
-    """Convert the value of `prepare:`, either `NAME` or `{NAME: fields}`, to `{NAME: fields}`."""
-    value = {value: {}} if isinstance(value, str) else value
-    if len(value) > 1:
-        raise InputError(f"`prepare:` must be a single {{NAME: {{SETTING: VALUE}}}}, not {value!r}")
-    return {str(name): dict(fields or {}) for name, fields in value.items()}
-
-
 def _axes(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], list[Any]]]:
-    """Yield the path and the values of each axis (a list under `each:`)."""
     if not isinstance(value, dict):
         return
     if "each" not in value:

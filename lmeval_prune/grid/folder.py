@@ -22,13 +22,13 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Annotated, Any, NotRequired
 
-from annotated_types import Len, Predicate
+from annotated_types import Len
 from filelock import Timeout
 from typing_extensions import TypedDict
 
 from lmeval_prune.artefacts import ENVELOPE, file_lock, file_name, new_folder, read_artefact, read_table, write_artefact
 from lmeval_prune.config import Finite
-from lmeval_prune.errors import InputError, did_you_mean, first_few, refuse_file
+from lmeval_prune.errors import InputError, did_you_mean, first_few
 from lmeval_prune.models.answer_store import write_table
 from lmeval_prune.models.server_record import RECORD
 
@@ -71,8 +71,7 @@ class Costs(TypedDict):
 
     device: NotRequired[str]
     threads: NotRequired[int]
-    # slowest and fastest run of each speed
-    ranges: NotRequired[dict[str, Annotated[list[Finite], Len(2, 2), Predicate(lambda ends: ends[0] <= ends[-1])]]]
+    ranges: NotRequired[dict[str, list[Finite]]]  # slowest and fastest run of each speed
     parameters: NotRequired[Finite | None]
     flops_per_token: NotRequired[Finite | None]
     decode_tokens_per_second: NotRequired[Finite | None]
@@ -90,17 +89,11 @@ class GridFolder:
         self.prepared = self.path / "prepared"
 
     def create(self, title: str, baseline: str | None, cells: list[dict[str, Any]]) -> None:
-        """Write `grid.json` with the cells of the grid; refuse a folder with other files."""
-        refuse_file(self.path)
-        files = [file for file in self.path.iterdir() if not file.name.startswith(".")] if self.path.is_dir() else []
-        if files and not self._grid_file.exists():  # a killed run may leave hidden files
-            raise InputError(f"{self.path} is not empty and holds no grid; name a new folder")
+        """Write `grid.json` with the cells of the grid."""
         write_artefact(self._grid_file, GRID, VERSION, {"title": title, "baseline": baseline, "cells": cells})
 
     def read(self) -> dict[str, Any]:
         """Read `grid.json`."""
-        if not self._grid_file.is_file():
-            raise InputError(f"{self.path} holds no grid; create one by `lmeval-prune grid run`")
         return read_artefact(self._grid_file, GRID, VERSION, GridContents)[0]
 
     @contextmanager

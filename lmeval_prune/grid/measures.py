@@ -64,7 +64,6 @@ def measure(lm: Any) -> dict[str, Any]:
 
 
 def _cache_bytes(cache: Any) -> int:
-    """Return the bytes of all keys and values, including filtered layers."""
     layers = getattr(cache, "layers", None) or []
     holders = [getattr(layer, "sequences", None) or layer for layer in layers]
     tensors = [getattr(holder, name, None) for holder in holders for name in ("keys", "values")]

@@ -9,40 +9,20 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any, NotRequired, cast
+from typing import Any
 
 import pandas as pd
 import pyarrow as pa
-from typing_extensions import TypedDict
 
 from lmeval_prune import artefacts
 from lmeval_prune.artefacts import read_json, write_artefact, write_text
 from lmeval_prune.comparison.metrics import Results
-from lmeval_prune.comparison.samples import QUESTION, tables
-from lmeval_prune.errors import InputError, first_line
+from lmeval_prune.comparison.samples import tables
 from lmeval_prune.grid.folder import CELL, VERSION, samples_file
 from lmeval_prune.models.answer_store import write_table
 from lmeval_prune.models.lengths import Lengths
 
 OUTCOMES, ANSWERS = "outcomes.parquet", "answers.parquet"
-
-
-class Pruning(TypedDict):
-    """The section `pruning` of lm-eval's results."""
-
-    answers: NotRequired[dict[str, Lengths]]
-
-
-class Config(TypedDict):
-    """The section `config` of lm-eval's results."""
-
-    pruning: NotRequired[Pruning]
-
-
-class CellResults(Results):
-    """Fields of lm-eval's results that the comparison of a grid reads."""
-
-    config: NotRequired[Config]
 
 
 def write_cell(folder: Path, content: dict[str, Any], results: dict[str, Any]) -> None:
@@ -68,13 +48,7 @@ def write_tables(folder: Path, samples: dict[str, list[dict[str, Any]]], configs
 
 def read_table(path: Path, columns: list[str] | None = None) -> pa.Table:
     """Read a table of a cell, or some of its columns."""
-    remedy = f"delete {path.parent} and run the grid"
-    try:
-        table = artefacts.read_table(path, remedy, columns)
-        table.select(columns or QUESTION)  # raises KeyError if one is missing
-    except (FileNotFoundError, KeyError) as error:
-        raise InputError(f"{path} cannot be read ({first_line(error)}); {remedy}") from None
-    return table
+    return artefacts.read_table(path, f"delete {path.parent} and run the grid", columns)
 
 
 def read_outcomes(folder: Path) -> pd.DataFrame:
@@ -88,9 +62,9 @@ def read_text_keys(folder: Path) -> dict[tuple[str, int], str]:
     return {(row["task"], row["doc_id"]): row["text_key"] for row in table.to_pylist()}
 
 
-def read_results(folder: Path) -> CellResults:
+def read_results(folder: Path) -> Any:
     """Read lm-eval's results of a cell."""
-    return cast(CellResults, read_json(folder / "results.json", CellResults))
+    return read_json(folder / "results.json", Results)
 
 
 def read_lengths(folder: Path) -> list[Lengths]:

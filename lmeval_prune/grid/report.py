@@ -6,31 +6,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from typing_extensions import TypedDict
-
 from lmeval_prune.artefacts import digest, file_name, read_json, read_lines
 from lmeval_prune.comparison import report
-from lmeval_prune.errors import InputError, refuse_file
+from lmeval_prune.errors import InputError
 from lmeval_prune.grid.comparison import compare
 from lmeval_prune.grid.folder import GridFolder, samples_file
-
-
-class Results(TypedDict):
-    """Fields of lm-eval's results that its writer needs."""
-
-    configs: dict[str, Any]
-
-
-class Sample(TypedDict):
-    """Fields of a sample that lm-eval's writer needs."""
-
-    doc_hash: str
-    prompt_hash: str
-    target_hash: str
-    arguments: list[list[Any]]
-    resps: list[Any]
-    filtered_resps: list[Any]
-    target: Any
 
 
 def write(
@@ -42,7 +22,6 @@ def write(
 ) -> tuple[str, list[str], list[Path]]:
     """Compare a grid and write the report to `output`, by default `compare` in its folder; see `report.write`."""
     target = Path(output) if output else GridFolder(path).path / "compare"
-    refuse_file(target)
     return report.write(compare(path, baseline, seed), target, without_texts)
 
 
@@ -82,6 +61,6 @@ def _done(
         if not folder.has_cell(entry["key"]):
             continue
         cell = folder.cell(entry["key"])
-        results = read_json(cell / "results.json", Results)
+        results = read_json(cell / "results.json")
         files = {task: samples_file(cell, task) for task in sorted(results["configs"])}
-        yield entry, results, {task: read_lines(file, Sample) for task, file in files.items() if file.is_file()}
+        yield entry, results, {task: read_lines(file) for task, file in files.items() if file.is_file()}

@@ -52,7 +52,6 @@ class _Run:
         self.names |= {key: f"distance of {self.names[cell]}" for cell, key in self.distance_keys.items()}
 
     def _plan_distances(self) -> None:
-        """Determine which distances are measured, and from which model."""
         baseline = self.grid.baseline or self.grid.variants[0].name
         bases = {cell.task.name: cell for cell in self.cells if cell.variant.name == baseline}
         for cell in self.cells:

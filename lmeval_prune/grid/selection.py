@@ -2,32 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from typing import Any, NotRequired
+from typing import Any
 
 import pyarrow.parquet as parquet
-from typing_extensions import TypedDict
 
 from lmeval_prune.artefacts import content_digest, digest, read_json
-from lmeval_prune.errors import InputError
 from lmeval_prune.grid.folder import GridFolder
 from lmeval_prune.models.head_router import POLICIES
 
 ARTEFACT_ARGUMENTS = ("router", "router_store")  # model_args that may name an artefact
-
-
-class CellIdentity(TypedDict):
-    """The router in a cell's identity."""
-
-    router: NotRequired[dict[str, Any] | None]
-
-
-class CellContents(TypedDict):
-    """Fields of `cell.json` that locate artefacts."""
-
-    identity: NotRequired[CellIdentity]
 
 
 def selection_questions(folder: GridFolder, entry: dict[str, Any]) -> tuple[set[str], list[str]]:
@@ -42,28 +27,18 @@ def selection_questions(folder: GridFolder, entry: dict[str, Any]) -> tuple[set[
     }
     if named.get("router") in POLICIES:
         del named["router"]
-    contents = read_json(folder.cell(entry["key"]) / "cell.json", CellContents) if named else {}
+    contents = read_json(folder.cell(entry["key"]) / "cell.json") if named else {}
     recorded = (contents.get("identity") or {}).get("router") or {}
     questions: set[str] = set()
     unavailable: list[str] = []
     for name, value in named.items():
         content = recorded[name].get("content") if isinstance(recorded.get(name), dict) else None
-        path = next((path for path in _candidates(folder, value) if content in (None, _content_digest(path))), None)
-        if path:
+        path = Path(value).expanduser().absolute()
+        if path.exists() and content in (None, _content_digest(path)):
             questions |= _questions(path)
         else:
             unavailable.append(f"{name}={value}")
     return questions, unavailable
-
-
-def _candidates(folder: GridFolder, value: str) -> Iterator[Path]:
-    """Yield existing paths of an artefact; a relative path may start at this folder or at a parent of the grid's."""
-    path = Path(value).expanduser()
-    for start in dict.fromkeys((Path.cwd(), *folder.path.parents)):
-        if (start / path).exists():
-            yield (start / path).absolute()
-        if path.is_absolute():
-            return
 
 
 _content_digest = cache(content_digest)
@@ -76,7 +51,4 @@ def _questions(path: Path) -> frozenset[str]:
     if questions.is_file():
         texts = parquet.read_table(questions, columns=["question"])["question"].to_pylist()
         return frozenset(digest(text) for text in texts)
-    try:
-        return frozenset(map(str, read_json(path / "router.json").get("seen", ())))
-    except InputError:
-        return frozenset()
+    return frozenset(map(str, read_json(path / "router.json").get("seen", ())))

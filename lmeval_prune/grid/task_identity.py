@@ -90,7 +90,6 @@ def _configure(task: Any, grid_task: GridTask) -> None:
 
 
 def _build_questions(task: Any, docs: list[Any]) -> list[Any]:
-    """Build each question's prompt, target and choices."""
     names = ["doc_to_text", "doc_to_target", *(["doc_to_choice"] if task.get_config("doc_to_choice") else [])]
     state = random.getstate()
     try:
@@ -109,7 +108,6 @@ def _build_part(build: Callable[[Any], Any], doc: Any) -> Any:
 
 
 def _first_documents(values: Any, count: int | None) -> Iterator[Any]:
-    """Yield the first `count` documents of a data set; all for None."""
     for index in range(len(values) if count is None else min(count, len(values))):
         yield values[index]
 

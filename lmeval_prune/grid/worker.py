@@ -30,7 +30,6 @@ from lmeval_prune.grid.preparations import make_preparation
 from lmeval_prune.interventions import HeadMask, combined
 from lmeval_prune.models.arguments import Arguments
 from lmeval_prune.models.checkpoint import Checkpoint
-from lmeval_prune.models.identity import ModelIdentity
 from lmeval_prune.models.pruned_server import PrunedServerLM
 from lmeval_prune.models.server_options import without_server
 from lmeval_prune.profiling.speed import peak_memory_of_process
@@ -111,7 +110,7 @@ class LoadedModel:
         self._key: Any = None
 
     def configure(self, arguments: Arguments, identity: dict[str, Any] | None) -> VariantLM:
-        """Apply other arguments to the loaded model, or load another one and check its identity."""
+        """Apply other arguments to the loaded model, or load another one; `identity` is that of its files."""
         key = {name: str(value) for name, value in arguments.loading.items()}, identity
         if isinstance(self.lm, VariantLM) and self._key == key:
             self.lm.job_masks = ()
@@ -119,8 +118,6 @@ class LoadedModel:
             return self.lm
         self.close()
         self.lm = lm = VariantLM(arguments)
-        if identity:
-            ModelIdentity(**identity).check_loaded(lm)
         self._key = key
         return lm
 
@@ -144,8 +141,6 @@ class LoadedModel:
 
 @dataclass(frozen=True)
 class _Task:
-    """A cell to evaluate, with its parsed arguments."""
-
     cell: Cell
     model_args: dict[str, Any]
     arguments: Arguments
@@ -188,7 +183,6 @@ class Worker:
     # ------------------------------------------------------------------ preparations
 
     def _prepare(self, cell: Cell) -> Result:
-        """Make the preparation of a cell, unless it is done."""
         key = cell.prepared
         with self.folder.lock(key) as is_held:
             if not is_held:
@@ -208,7 +202,6 @@ class Worker:
     # ------------------------------------------------------------------ cells
 
     def _evaluate_all(self) -> Iterator[Result]:
-        """Evaluate the cells that are not done and whose locks are free."""
         with ExitStack() as locks:
             tasks: list[_Task] = []
             for cell in self.job.cells:
@@ -292,7 +285,8 @@ class Worker:
                 return BUSY
             if not self.folder.needs_costs(key):
                 return DONE
-            if reason := _not_measurable(lm):
+            if lm.arguments.router or lm.backend != "causal":
+                reason = "a router applies several models" if lm.arguments.router else "the model is not causal"
                 self.folder.record_failure(measurement_key(key), f"its costs are not measured: {reason}", "")
                 return FAILED
             try:
@@ -307,7 +301,6 @@ class Worker:
     # ------------------------------------------------------------------ distances
 
     def _measure_distances(self) -> Iterator[Result]:
-        """Measure the distances of the job's cells."""
         with ExitStack() as locks:
             cells: dict[str, Cell] = {}
             for key, cell in zip(self.job.distance_keys, self.job.cells, strict=True):
@@ -350,7 +343,6 @@ class Worker:
             raise full_disk from error
 
     def _failed(self, key: str, error: Exception) -> Result:
-        """Record the failure of a cell, a preparation or a measurement, and return its result."""
         self._raise_disk_error(error)
         reason = str(error).partition("\n")[0] if isinstance(error, InputError) else first_line(error)
         self.folder.record_failure(key, reason, traceback.format_exc())
@@ -397,10 +389,3 @@ def _masks(variants: Sequence[Arguments]) -> tuple[HeadMask | None, ...]:
             (mask,) = combined(arguments.interventions) or (None,)
             masks.append(mask)  # type: ignore[arg-type]
     return tuple(masks) if len(masks) > 1 else ()
-
-
-def _not_measurable(lm: VariantLM) -> str:
-    """Return the reason why a variant's costs cannot be measured; empty if they can."""
-    if lm.arguments.router:
-        return "a router applies several models, one for each head"
-    return "" if lm.backend == "causal" else "the model is not causal"

@@ -20,7 +20,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from lmeval_prune.architectures import AttentionLayer, ModelMap
 from lmeval_prune.errors import InputError
-from lmeval_prune.interventions.base import changed_by, qualified_name
+from lmeval_prune.interventions.base import changed_by
 from lmeval_prune.interventions.unsupported import UnsupportedAttention
 
 NAME = "lmeval_prune"  # of the attention function that calls a store; a store needs no masks of transformers
@@ -296,12 +296,7 @@ def _attend(
 
 def _chain(handler: Handler, attend: Attend) -> Attend:
     def attended(call: AttentionCall) -> Attended:
-        result: Any = handler(call, attend)
-        if not isinstance(result, tuple) or len(result) != 2:
-            raise InputError(
-                f"{qualified_name(handler)} returned no pair of outputs and weights (or None); mend the method"
-            )
-        outputs, weights = result
+        outputs, weights = handler(call, attend)
         batch, heads, tokens, _ = call.query.shape
         return changed_by(handler, outputs, call.query, (batch, tokens, heads, call.value.shape[-1])), weights
 

@@ -23,7 +23,7 @@ from typing_extensions import TypedDict
 
 from lmeval_prune.architectures import ModelMap, is_dispatched, loadable_fingerprints, map_model
 from lmeval_prune.artefacts import read_artefact, validate_json, write_artefact
-from lmeval_prune.config import Settings, required_fields, to_plain_json
+from lmeval_prune.config import Settings, to_plain_json
 from lmeval_prune.errors import InputError
 from lmeval_prune.interventions.applied import applied_on, attached
 from lmeval_prune.interventions.table import METHODS, method_name
@@ -72,9 +72,7 @@ class Origin:
             return
         subject = f"{self.path} was made for"
         fix = "make one for this model, or give allow_other_model=true if it fits"
-        name, family = self.model["name"], self.model["model_type"]
-        if family != model_map.model_type:
-            raise InputError(f"{subject} a {family} model, this one is {model_map.model_type}; {fix}")
+        name = self.model["name"]
         if model_map.signature() != {key: self.model[key] for key in ("model_type", "heads")}:
             raise InputError(f"{subject} {name}, whose layers or heads differ from this model's; {fix}")
         check_weights(self.model["weights"], name, self.model["revision"], model_map, subject, fix)
@@ -88,28 +86,18 @@ def check_weights(
     `fingerprints` are those of the expected weights, also rounded to smaller types; empty if unknown. `subject` and
     `fix` begin and end the message.
     """
-    if fingerprints and _is_skeleton(model_map.model):
+    model = model_map.model
+    if fingerprints and all(parameter.is_meta for parameter in model.parameters()) and not is_dispatched(model):
         return
     if fingerprints and not getattr(model_map.model, "is_quantized", False):
-        if model_map.weights is None:
-            raise InputError(f"{subject} certain weights ({name}), and some of this model's cannot be read; {fix}")
-        if model_map.weights not in fingerprints:
+        if model_map.weights not in fingerprints:  # None if some cannot be read
             raise InputError(f"{subject} other weights ({name}) than this model's ({model_map.name}); {fix}")
         return
     if not fingerprints and model_map.weights:
         logger.warning("%s %s, without fingerprints of the weights: only the name is compared", subject, name)
-    if _differ(name.lower(), model_map.name.lower()):
-        raise InputError(f"{subject} {name}, this model is {model_map.name}; {fix}")
-    if _differ(revision, model_map.revision):
-        raise InputError(f"{subject} revision {revision[:12]}, this one is {model_map.revision[:12]}; {fix}")
-
-
-def _is_skeleton(model: nn.Module) -> bool:
-    return all(parameter.is_meta for parameter in model.parameters()) and not is_dispatched(model)
-
-
-def _differ(expected: str, actual: str) -> bool:
-    return bool(expected and actual) and expected != actual
+    for expected, actual in ((name.lower(), model_map.name.lower()), (revision, model_map.revision)):
+        if expected and actual and expected != actual:
+            raise InputError(f"{subject} {expected}, this model is {actual}; {fix}")
 
 
 @dataclass(frozen=True)
@@ -204,8 +192,8 @@ class Intervention(Settings, ABC):
         """Apply the intervention to `model` inside a `with` block; blocks nest and compose.
 
         Every call of the model inside the block, in any thread, runs under the intervention, and eagerly if the model
-        was compiled. Inside the block, a copied or pickled model, a call of a model with a replaced module, and another
-        intervention from another thread are refused.
+        was compiled. Inside the block, a copied or pickled model and another intervention from another thread are
+        refused.
 
         Args:
             model: a stock transformers model.
@@ -274,17 +262,8 @@ class Intervention(Settings, ABC):
     ) -> Self:
         """Build it from an artefact's content; missing fields have their defaults."""
         validate_json(content, cls.contents, path)
-        names = [item.name for item in fields(cls) if item.compare]
-        settings = content["settings"]
-        if not {*names}.intersection(required_fields(cls)) <= settings.keys():
-            raise InputError(f"{path} lacks the fields of a {cls.schema()} artefact")
-        if unknown := [name for name in settings if name not in names]:
-            raise InputError(f"{path} has unknown settings: {', '.join(unknown)}; make it again")
         origin = Origin(str(path), sha256, content["model"], allow_other_model)
-        try:
-            return cls(**settings, **cls._extra_fields(Path(path), content), origin=origin)
-        except InputError as error:
-            raise InputError(f"{path}: {error}") from None
+        return cls(**content["settings"], **cls._extra_fields(Path(path), content), origin=origin)
 
     @classmethod
     def _extra_fields(cls, path: Path, content: dict[str, Any]) -> dict[str, Any]:
@@ -362,18 +341,16 @@ def changed_by(
     """
     shape = tuple(shape or tensor.shape)
     same_shape = isinstance(result, torch.Tensor) and result.shape == shape
-    if same_shape and (
-        result.dtype == tensor.dtype or (result.is_floating_point() and _is_autocast(tensor.device.type))
-    ):
+    if same_shape and result.dtype == tensor.dtype:
+        return result
+    device = tensor.device.type
+    is_autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    if same_shape and is_autocast and result.is_floating_point():
         return result
     kind = f"{tuple(result.shape)} in {result.dtype}" if isinstance(result, torch.Tensor) else type(result).__name__
     raise InputError(
         f"{qualified_name(change)} returned {kind}, not a tensor {shape} in {tensor.dtype}; mend the method"
     )
-
-
-def _is_autocast(device: str) -> bool:
-    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
 
 
 def qualified_name(function: Any) -> str:

@@ -10,7 +10,6 @@ from lmeval_prune.errors import InputError
 
 _NUMBER = r"\d{1,18}"  # ranges are checked against the model's width before they are expanded
 _RANGES = re.compile(rf"\s*{_NUMBER}(-{_NUMBER})?(\s*,\s*{_NUMBER}(-{_NUMBER})?)*\s*")
-HELP = 'write channels as {"L0": "3,5-9"}'
 
 
 class Channels(str):
@@ -49,15 +48,13 @@ class Channels(str):
 
 
 def _parse_ranges(channels: Any, layer: str) -> list[tuple[int, int]]:
-    subject = f"channels {str(channels)[:60]!r} of {layer}"
-    if not isinstance(channels, str) or not channels.strip():
-        if not isinstance(channels, Iterable) or not all(isinstance(n, int) and n >= 0 for n in channels):
-            raise InputError(f"{subject} cannot be read; {HELP}")
-        return [(number, number) for number in channels]
-    if not _RANGES.fullmatch(channels):
-        raise InputError(f"{subject} cannot be read; {HELP}")
-    ends = [part.split("-") for part in channels.split(",")]
-    ranges = [(int(end[0]), int(end[-1])) for end in ends]
+    if isinstance(channels, str) and _RANGES.fullmatch(channels):
+        ends = [part.split("-") for part in channels.split(",")]
+        ranges = [(int(end[0]), int(end[-1])) for end in ends]
+    elif isinstance(channels, Iterable) and all(isinstance(n, int) and n >= 0 for n in channels):
+        ranges = [(number, number) for number in channels]
+    else:
+        ranges = [(1, 0)]
     if any(first > last for first, last in ranges):
-        raise InputError(f"{subject}: a range runs backwards; {HELP}")
+        raise InputError(f'channels {str(channels)[:60]!r} of {layer} cannot be read; write them as {{"L0": "3,5-9"}}')
     return ranges

@@ -10,8 +10,6 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from lmeval_prune.architectures import ModelMap
-from lmeval_prune.architectures.blocks import in_features, out_features
-from lmeval_prune.errors import InputError
 
 
 def tensors_digest(tensors: Mapping[str, Tensor]) -> str:
@@ -26,18 +24,7 @@ def find_projection(name: str, model_map: ModelMap) -> nn.Module:
     """Return the projection of a compensation, named as in `Plan.compensation`."""
     projections: dict[str, nn.Module] = {f"{layer.label}.o_proj": layer.o_proj for layer in model_map.attention}
     projections |= {f"{block.label}.down": block.down for block in model_map.feed_forward}
-    projection, _, kind = name.rpartition(".")
-    if kind not in ("bias", "weight") or projection not in projections:
-        raise InputError(f"the plan has a tensor {name}, and the model has no such projection")
-    return projections[projection]
-
-
-def check_shape(name: str, tensor: Tensor, projection: nn.Module) -> None:
-    """Raise `InputError` if a compensation does not have the shape of its projection."""
-    outputs, inputs = out_features(projection), in_features(projection)
-    expected = (outputs,) if name.endswith(".bias") else (outputs, inputs)
-    if tuple(tensor.shape) != expected:
-        raise InputError(f"the plan's tensor {name} is {tuple(tensor.shape)}, the projection needs {expected}")
+    return projections[name.rpartition(".")[0]]
 
 
 class DeviceCopies:

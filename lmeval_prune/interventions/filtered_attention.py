@@ -152,16 +152,16 @@ class FilteredAttention:
         while cache.layer_class_to_replicate is not None and len(cache.layers) <= index:
             cache.layers.append(cache.layer_class_to_replicate())
         layer: Any = cache.layers[index]
-        if type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) and not cache.offloading:
-            if layer.get_seq_length():
-                raise InputError("a token filter cannot go on with a cache that was filled without it; begin a new one")
+        if (
+            type(layer) in (DynamicLayer, DynamicSlidingWindowLayer)
+            and not cache.offloading
+            and not layer.get_seq_length()
+        ):
             layer = cache.layers[index] = FilteredCacheLayer(layer, self)
-        if not isinstance(layer, FilteredCacheLayer):
+        if not isinstance(layer, FilteredCacheLayer) or layer.owner is not self:
             raise InputError(
-                f"a token filter needs a DynamicCache, not {type(layer).__name__} in {type(cache).__name__}"
+                "a token filter needs a new DynamicCache, not another kind or one that was filled without it"
             )
-        if layer.owner is not self:
-            raise InputError("this cache was filled under another token filter; begin a new one")
         layer.is_awaited = True
         return layer
 

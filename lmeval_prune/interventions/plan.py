@@ -24,7 +24,7 @@ from typing_extensions import TypedDict
 
 from lmeval_prune.architectures import AttentionLayer, FeedForward, ModelMap, head_names
 from lmeval_prune.architectures.sublayer_names import block_names, named_sublayers
-from lmeval_prune.architectures.sublayers import ATTENTION, Sublayer
+from lmeval_prune.architectures.sublayers import Sublayer
 from lmeval_prune.artefacts import (
     NONFINITE_REMEDY,
     check_finite,
@@ -48,24 +48,10 @@ from lmeval_prune.interventions.channels import Channels
 from lmeval_prune.interventions.compensation import (
     AddBias,
     ReplaceWeight,
-    check_shape,
     find_projection,
     tensors_digest,
 )
 from lmeval_prune.interventions.head_mask import HeadMask, zero_columns
-
-
-class PrunerOptions(TypedDict, total=False):
-    """The pruner options in a plan's provenance that are parsed."""
-
-    steps: int
-
-
-class Provenance(TypedDict, total=False):
-    """The fields of a plan's provenance that are parsed."""
-
-    method: str
-    options: PrunerOptions
 
 
 class TensorFile(TypedDict):
@@ -78,7 +64,7 @@ class TensorFile(TypedDict):
 class PlanContents(ArtefactContents):
     """Fields of a plan's artefact."""
 
-    made: NotRequired[Provenance]
+    made: NotRequired[dict[str, Any]]
     tensors: NotRequired[TensorFile]
 
 
@@ -131,18 +117,7 @@ class Plan(Intervention):
             return []
         if reason := model_map.why_no_depth:
             raise InputError(f"blocks cannot be left out of this {model_map.model_type} model: {reason}")
-        removed = model_map.once(("blocks", self.blocks), lambda: named_sublayers(self.blocks, model_map))
-        names = set(map(str, removed))
-        for stack in model_map.stacks:
-            in_stack = {
-                str(sublayer)
-                for sublayer in model_map.sublayers
-                if (sublayer.stack, sublayer.kind) == (stack, ATTENTION)
-            }
-            if in_stack <= names:
-                part = f"the {stack} of this model" if stack else "this model"
-                raise InputError(f"no attention would be left in {part}; keep a layer")
-        return removed
+        return model_map.once(("blocks", self.blocks), lambda: named_sublayers(self.blocks, model_map))
 
     @cached_property
     def mask(self) -> HeadMask | None:
@@ -160,7 +135,7 @@ class Plan(Intervention):
             if label not in blocks:
                 raise InputError(f"layer {label} has no dense feed-forward block")
             width, last = blocks[label].channels, channels.runs[-1][1]
-            if last >= width:
+            if last >= width:  # before ranges are expanded
                 raise InputError(f"channel {last} of layer {label}: it has {width}, 0 to {width - 1}")
             if channels.runs == ((0, width - 1),) and not self.allow_empty_layer:
                 raise InputError(
@@ -199,8 +174,6 @@ class Plan(Intervention):
             for block, _ in self.channels_by_layer(model_map)
             if f"{block.label}.feed_forward" not in blocks
         }
-        for name, tensor in self.compensation.items():
-            check_shape(name, tensor, find_projection(name, model_map))
         outputs = {sublayer.output for sublayer in removed}
         compensation = {
             name: tensor
@@ -262,7 +235,7 @@ class Plan(Intervention):
         return super().converted(kind)
 
     def settings(self) -> dict[str, Any]:
-        """Return the fields; without blocks as before there were any, so that stored answers stay valid."""
+        """Return the fields, without blocks if there are none."""
         settings = super().settings()
         return settings if settings["blocks"] else {n: value for n, value in settings.items() if n != "blocks"}
 
@@ -325,11 +298,7 @@ class Plan(Intervention):
 
 def load_plan(path: str, allow_other_model: bool = False, allow_empty_layer: bool = False) -> Plan:
     """Read a plan or a head mask as a plan."""
-    plan = load_intervention(path, allow_other_model).converted(Plan)
-    if not isinstance(plan, Plan):
-        raise InputError(f"{path} is neither a plan nor a head mask")
-    if not (plan.heads or plan.channels or plan.blocks or plan.compensation):
-        raise InputError(f"{path} removes nothing; make a plan with `lmeval-prune prune --scores {path}`")
+    plan: Any = load_intervention(path, allow_other_model).converted(Plan)
     return replace(plan, allow_empty_layer=plan.allow_empty_layer or allow_empty_layer)
 
 

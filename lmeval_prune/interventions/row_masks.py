@@ -75,8 +75,6 @@ class RowMasks(Intervention):
 
     def attach(self, model_map: ModelMap, stack: ExitStack) -> None:
         """Hook the output projection of each layer."""
-        if self._state.model_map is not None:
-            raise InputError("these RowMasks are already applied to a model; make another one")
         self._state.model_map = model_map
         stack.callback(setattr, self._state, "model_map", None)
         for layer in model_map.attention:

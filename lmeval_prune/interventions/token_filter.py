@@ -20,7 +20,7 @@ from annotated_types import Interval
 
 from lmeval_prune.architectures import AttentionLayer, ModelMap
 from lmeval_prune.config import Count, Positive, Share
-from lmeval_prune.errors import InputError, first_few
+from lmeval_prune.errors import InputError
 from lmeval_prune.interventions.attention_call import check_attention_calls
 from lmeval_prune.interventions.base import Intervention
 from lmeval_prune.interventions.filtered_attention import FilteredAttention
@@ -96,13 +96,6 @@ class TokenFilter(Intervention):
         if self.needs_order:
             logger.warning("token_filter.state=run: answers depend on the order of requests")
         layers = self.layers(model_map)
-        without_variance = [layer.label for layer in layers if layer.kv_heads == 1]
-        if without_variance and self.similarity == "kv":
-            logger.warning(
-                "token_filter.fusion=%s: keys and values have equal weights in %s: one key-value head has no variance",
-                self.fusion,
-                first_few(without_variance),
-            )
         rule = Rule(self.share(model_map), self.similarity, self.fusion, self.step_size, self.smoothing, self.warmup)
         attention = FilteredAttention(rule, self.needs_order, self.keep_skipped_kv)
         attention.attach(model_map, layers, stack)

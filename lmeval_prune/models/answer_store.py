@@ -23,7 +23,7 @@ import json
 import logging
 import os
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from hashlib import blake2b
 from pathlib import Path
@@ -111,7 +111,6 @@ class AnswerStore:
             raise
 
     def _lock(self, rank: int | None, stack: ExitStack) -> Path:
-        """Lock the file of this process, and return its path."""
         for number in itertools.count() if rank is None else [rank]:
             path = self.folder / f"rank-{number}.jsonl"
             try:
@@ -295,7 +294,8 @@ def answer_requests(
     for index, key in enumerate(keys):
         first.setdefault(key, index)
     grouped = [key for key, index in first.items() if is_grouped(requests[index])]
-    rerun = _complete_groups(grouped, new_columns.keys(), group_size)
+    groups = [grouped[i : i + group_size] for i in range(0, len(grouped), group_size)]
+    rerun = {*new_columns, *(key for group in groups if not new_columns.keys().isdisjoint(group) for key in group)}
     indices = [index for key, index in first.items() if key in rerun]
 
     def add(key: str, response: Any, **columns: Any) -> None:
@@ -313,12 +313,6 @@ def answer_requests(
         return tuple(response) if isinstance(response, list) else response
 
     return [restore(store.responses[key]) for key in keys], keys
-
-
-def _complete_groups(grouped: Sequence[str], missing: Collection[str], size: int) -> set[str]:
-    """Return the missing keys and the other keys of their groups."""
-    groups = [grouped[i : i + size] for i in range(0, len(grouped), size)]
-    return {*missing, *(key for group in groups if not set(group).isdisjoint(missing) for key in group)}
 
 
 def _digests(kind: str, parts: dict[str, Any]) -> tuple[str, str, dict[str, Any]]:

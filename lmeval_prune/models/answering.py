@@ -14,11 +14,10 @@ import torch
 from lm_eval.models.huggingface import HFLM
 from tqdm import tqdm
 
-from lmeval_prune.architectures.precision import FINITE_REMEDY, NaNError
 from lmeval_prune.artefacts import digest
 from lmeval_prune.attributes import replaced
 from lmeval_prune.decoding.memory import InsufficientMemoryError
-from lmeval_prune.errors import InputError, first_few
+from lmeval_prune.errors import InputError
 from lmeval_prune.export.manifest import adapter_name
 from lmeval_prune.interventions import HeadMask, Intervention, combined, interventions_on
 from lmeval_prune.models import generation, likelihood
@@ -84,7 +83,7 @@ class Answering:
             if kind != "generate_until":
                 raise InputError("router= is for generative tasks only; leave out tasks that score given texts")
             self.router.prepare(requests, self.lm)
-        with self._frozen_interventions(), _naming_tasks(requests):
+        with self._frozen_interventions():
             responses, keys, endings = self._answer(kind, requests, disable_tqdm)
         if kind == "generate_until":
             self._report_lengths(requests, endings)
@@ -105,7 +104,7 @@ class Answering:
         assert self.store and self.lm.engine and not self.router
         if not self._is_on_engine(kind):
             return
-        with self._frozen_interventions(), _naming_tasks(requests):
+        with self._frozen_interventions():
             identities = [self._identity([mask] if mask else []) for mask in masks]
 
             def key_parts(request: Any, index: int) -> tuple[dict[str, Any], str]:
@@ -155,7 +154,6 @@ class Answering:
         return [*identities, digest(self.lm.model_map.signature())] if identities else []
 
     def _refresh(self) -> None:
-        """Read the model's interventions, unless they are frozen."""
         interventions = self._interventions if self._is_frozen else self._applied()
         if list(map(id, interventions)) != list(map(id, self._interventions)):
             self._interventions, self._identities = interventions, {}
@@ -209,7 +207,6 @@ class Answering:
         return run(pending), [], endings
 
     def _run(self, pending: PendingRequests, disable_tqdm: bool) -> list[Any]:
-        """Compute the answers to pending requests."""
         if pending.kind == "generate_until":
             return self._generate(pending, disable_tqdm)
         if self._is_on_engine(pending.kind):
@@ -232,7 +229,6 @@ class Answering:
         return [texts[index] for index in range(len(pending.requests))]
 
     def _generate_by_engine(self, pending: PendingRequests, disable_tqdm: bool) -> dict[int, str]:
-        """Return the texts of the engine, by index."""
         choice = self.lm.engine_choice
         indices = choice.by_engine(pending.requests)
         if not indices:
@@ -300,7 +296,6 @@ class Answering:
             yield
 
     def _compute(self, kind: str, requests: list[Any], disable_tqdm: bool) -> list[Any]:
-        """Answer by lm-eval's `hf`."""
         with replaced(self.lm, asked=[request.args for request in requests]):
             return list(getattr(HFLM, kind)(self.lm, requests, disable_tqdm=disable_tqdm))
 
@@ -387,18 +382,6 @@ def _pruned_heads(identities: list[Any]) -> str:
     heads = [identity.get("heads", ()) for identity in identities if isinstance(identity, dict)]
     names = [name for masked in heads if isinstance(masked, list | tuple) for name in masked]
     return adapter_name(names) if names else DENSE
-
-
-@contextmanager
-def _naming_tasks(requests: Iterable[Any]) -> Iterator[None]:
-    """Name the tasks of requests in the message about logits that are NaN."""
-    try:
-        yield
-    except NaNError as error:
-        names = dict.fromkeys(request.task_name for request in requests if request.task_name is not None)
-        if not names:
-            raise
-        raise NaNError(f"{error.problem} (at requests of {first_few(names, most=4)})", remedy=FINITE_REMEDY) from error
 
 
 def _is_sampled(request: Any) -> bool:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
+from functools import cache
 from typing import Any, Literal, Self
 
 from lmeval_prune.config import Count, Seed, Settings, parse_value
@@ -11,7 +13,6 @@ from lmeval_prune.errors import InputError, did_you_mean
 from lmeval_prune.interventions import METHODS, Intervention, combined
 from lmeval_prune.interventions.parsing import ALLOWANCES, parse_intervention
 from lmeval_prune.models.head_router import POLICIES, HeadRouter
-from lmeval_prune.models.hf_arguments import hf_arguments, parse_hf_argument
 from lmeval_prune.models.registered import load_registered
 
 
@@ -77,13 +78,18 @@ class Arguments(Settings):
             raise InputError(
                 f"these belong to router=: {', '.join(sorted(stray))}; add router={', '.join(POLICIES)} or a folder"
             )
-        arguments = cls(
-            **package_arguments, others={name: parse_hf_argument(name, value) for name, value in others.items()}
-        )
+        arguments = cls(**package_arguments, others=others)
         methods |= {"mask": arguments.mask} if arguments.mask else {}
         interventions = [parse_intervention(name, value, arguments.allowances) for name, value in methods.items()]
-        arguments = replace(arguments, interventions=combined(interventions), router=arguments._load_router())
-        arguments._check_others()
+        router = arguments.router
+        if router is not None:
+            router = router if isinstance(router, HeadRouter) else load_registered("router")(arguments)
+            router.allowances = arguments.allowances
+        arguments = replace(arguments, interventions=combined(interventions), router=router)
+        if (interventions or arguments.engine == "batched") and others.get("tp_plan"):
+            raise InputError("heads cannot be pruned under tp_plan yet; use parallelize=true or one GPU per process")
+        if arguments.engine == "batched" and others.get("mixed_precision_dtype"):
+            raise InputError("engine=batched does not work with mixed_precision_dtype; leave one out")
         return arguments
 
     def __post_init__(self) -> None:
@@ -125,29 +131,20 @@ class Arguments(Settings):
             if not is_known and (config is None or did_you_mean(name, argument_names(), cutoff=0.75)):
                 raise unknown_argument(name)
 
-    # ------------------------------------------------------------------ parsing
-
-    def _load_router(self) -> HeadRouter | None:
-        if self.router is None:
-            return None
-        router: HeadRouter = self.router if isinstance(self.router, HeadRouter) else load_registered("router")(self)
-        router.allowances = self.allowances
-        return router
-
-    def _check_others(self) -> None:
-        """Refuse arguments of `hf` that it would refuse with a traceback, or that this package does not support."""
-        others = self.others
-        if self.interventions and others.get("tp_plan"):
-            raise InputError("heads cannot be pruned under tp_plan yet; use parallelize=true or one GPU per process")
-        if self.engine == "batched" and (others.get("mixed_precision_dtype") or others.get("tp_plan")):
-            raise InputError("engine=batched does not work with mixed_precision_dtype or tp_plan; leave one out")
-
 
 _ROUTER_SETTINGS = {"router_store", "router_pool", "router_seed", "router_size", "question_field"}
 FAMILY_DESCRIPTION = ("attention_path", "attention_output", "attention_heads")
 ROUTER_ARGUMENTS = ("router", *sorted(_ROUTER_SETTINGS))
 _INTERNAL = {"pretrained", "interventions", "others"}
 METHODS.reserve({argument.name for argument in fields(Arguments)})
+
+
+@cache
+def hf_arguments() -> frozenset[str]:
+    """Return the names of the arguments of lm-eval's `hf`."""
+    from lm_eval.models.huggingface import HFLM
+
+    return frozenset(inspect.signature(HFLM.__init__).parameters) - {"self", "kwargs"}
 
 
 def argument_names() -> list[str]:

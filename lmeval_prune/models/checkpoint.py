@@ -15,7 +15,6 @@ from lmeval_prune.checkpoints import embedded
 from lmeval_prune.checkpoints.loading import as_input_error
 from lmeval_prune.checkpoints.modeling_pruned import without_warnings_of_layers
 from lmeval_prune.checkpoints.skeleton import language_skeleton
-from lmeval_prune.errors import InputError, first_line
 from lmeval_prune.models.arguments import FAMILY_DESCRIPTION
 
 
@@ -103,7 +102,4 @@ class Checkpoint:
         """Return a digest of the chat template of this name (True: the default); an empty string for False."""
         if not name:
             return ""
-        try:
-            return digest(self.tokenizer.get_chat_template(name if isinstance(name, str) else None))
-        except ValueError as error:
-            raise InputError(f"apply_chat_template: {first_line(error)}; leave it out for this model") from error
+        return digest(self.tokenizer.get_chat_template(name if isinstance(name, str) else None))

@@ -1,7 +1,7 @@
 """Send requests to a server that may fail.
 
-A request that fails is sent again, after a pause that doubles, up to `max_retries` times. After a failure, nothing is
-sent until the server lists the model that it had at the start; it may have been started again with another one.
+A request that fails is sent again, after a pause that doubles, up to `max_retries` times, if the server still lists the
+model that it had at the start; it may have been started again with another one.
 """
 
 from __future__ import annotations
@@ -9,9 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -20,10 +18,8 @@ from tqdm import tqdm
 
 from lmeval_prune.errors import InputError
 from lmeval_prune.models.http_client import (
-    Cause,
     Connection,
     RejectedError,
-    Response,
     RetryableError,
     parse,
     parse_json,
@@ -58,7 +54,7 @@ class Dispatcher:
     listing: Listing
     connection: Connection
     num_concurrent: int = 64  # requests at a time
-    max_retries: int = 8  # of a request, and of a listing
+    max_retries: int = 8  # of a request
     first_wait: ClassVar[float] = 0.5  # seconds after the first failure
 
     def run(
@@ -76,169 +72,103 @@ class Dispatcher:
             return []
         description = f"requests to {self.url}"
         with tqdm(total=len(jobs), desc=description, disable=not show_progress, smoothing=0.05) as progress:
-            run = _Run(self, jobs, on_result, progress)
-            asyncio.run(run.run())
-        return [run.results[index] for index in sorted(run.results)]
+            return asyncio.run(self._run(jobs, on_result, progress))
 
-    def pause(self, failures: int) -> float:
-        """Return the seconds to wait after a number of failures in a row: doubling, with jitter."""
-        return float(min(MAX_WAIT, self.first_wait * 2 ** (failures - 1)) * random.uniform(0.75, 1.25))
+    async def _run(self, jobs: Sequence[Job], on_result: OnResult, progress: Any) -> list[Any]:
+        results: dict[int, Any] = {}
+        failed: list[tuple[Job, str]] = []  # with the reason
+        waiting = iter(jobs)
 
+        async def work(client: ClientSession) -> None:
+            for job in waiting:
+                answered = len(results)
+                try:
+                    results[job.index] = await self._answer(client, job)
+                    on_result(job.index, results[job.index])
+                except RejectedError as error:
+                    failed.append((job, str(error)))
+                except RetryableError as error:
+                    if error.is_servers or (len(results) == answered and len(results) + len(failed) + 1 < len(jobs)):
+                        raise InputError(
+                            f"the server has failed ({self.url}: {error}); {len(results)} of {len(jobs)} requests were "
+                            f"answered: start it and run the same command again; with responses=FOLDER it resumes"
+                        ) from None
+                    failed.append((job, str(error)))
+                progress.update()
 
-class _Run:
-    """One run of a dispatcher."""
-
-    def __init__(self, dispatcher: Dispatcher, jobs: Sequence[Job], on_result: OnResult, progress: Any) -> None:
-        self.dispatcher, self.on_result, self.progress = dispatcher, on_result, progress
-        self.count, self.waiting = len(jobs), list(reversed(jobs))
-        self.results: dict[int, Any] = {}
-        self.failed: list[tuple[Job, str]] = []  # with the reason
-        self.is_suspect = False  # the server has failed since it listed its model
-        self.recovering = asyncio.Lock()
-
-    async def run(self) -> None:
-        """Finish all jobs; raise the first error that ends the run."""
-        async with self.dispatcher.connection.session() as self.client:
-            workers = min(self.dispatcher.num_concurrent, self.count)
-            tasks = [asyncio.create_task(self._work()) for _ in range(workers)]
+        async with self.connection.session() as client:
+            tasks = [asyncio.create_task(work(client)) for _ in range(min(self.num_concurrent, len(jobs)))]
             try:
                 await asyncio.gather(*tasks)
             finally:
                 for task in tasks:
                     task.cancel()
                 await asyncio.gather(*tasks, return_exceptions=True)
-        if self.failed:
-            job, reason = self.failed[0]
-            others = "; all others were answered" if self.results else ""
+        if failed:
+            job, reason = failed[0]
             raise InputError(
-                f"{len(self.failed)} of {self.count} requests failed, the first is {job.name} under {job.variant}: "
-                f"{self.dispatcher.url}: {reason}{others}"
+                f"{len(failed)} of {len(jobs)} requests failed, the first is {job.name} under {job.variant}: "
+                f"{self.url}: {reason}; {len(results)} were answered"
             )
+        return [results[index] for index in sorted(results)]
 
-    async def _work(self) -> None:
-        while self.waiting:
-            job = self.waiting.pop()
-            try:
-                result = await self._answer(job)
-            except RejectedError as error:
-                self.failed.append((job, str(error)))
-            else:
-                self.results[job.index] = result
-                self.on_result(job.index, result)
-            self.progress.update()
-
-    async def _answer(self, job: Job) -> Any:
-        """Send a job until it is answered; raise `RejectedError` if it fails for good."""
-        start, answered, attempts, failures = time.monotonic(), len(self.results), 0, 0
+    async def _answer(self, client: ClientSession, job: Job) -> Any:
+        """Send a job until it is answered; after a failure, ask first whether the server has its model still."""
+        failures = 0
         while True:
-            await self._recover()
             try:
-                return await self._request(job)
+                if failures:
+                    self.listing = await self._list(client)  # ids of adapters may have changed
+                return await self._request(client, job)
             except RetryableError as failure:
-                logger.info("%s: %s", self.dispatcher.url, failure)
-                self.is_suspect = True
-                is_busy = failure.cause is Cause.BUSY and time.monotonic() - start < self.dispatcher.connection.timeout
-                attempts += 1
-                failures += not (is_busy or failure.cause is Cause.SERVER)
-                if failures > self.dispatcher.max_retries:
-                    if self.waiting and len(self.results) == answered:
-                        raise self._failed(failure) from None
-                    raise RejectedError(f"{failure} (after {attempts} tries)") from None
-                await asyncio.sleep(max(self.dispatcher.pause(attempts), min(failure.retry_after or 0.0, MAX_WAIT)))
+                logger.info("%s: %s", self.url, failure)
+                failures += 1
+                if failures > self.max_retries:
+                    raise
+                pause = self.first_wait * 2 ** (failures - 1) * random.uniform(0.75, 1.25)
+                await asyncio.sleep(min(MAX_WAIT, max(pause, failure.retry_after or 0.0)))
 
-    async def _recover(self) -> None:
-        """Wait until the server lists its model again, if it has failed; one worker asks, and the others wait."""
-        async with self.recovering:
-            failures = 0
-            while self.is_suspect:
-                try:
-                    self.is_suspect = False
-                    listing = await list_models(self.client, self.dispatcher.url, self.dispatcher.kind)
-                    self._check_model(listing)
-                    self.dispatcher.listing = listing  # ids of adapters may have changed
-                except RetryableError as failure:
-                    self.is_suspect = True
-                    failures += 1
-                    if failures > self.dispatcher.max_retries:
-                        raise self._failed(failure) from None
-                    await asyncio.sleep(self.dispatcher.pause(failures))
+    async def _list(self, client: ClientSession) -> Listing:
+        """Return what the server lists now; raise `RetryableError` if its model is not that of the start."""
+        listing = await list_models(client, self.url, self.kind)
+        model, before = (listed.model(self.model) for listed in (listing, self.listing))
+        if model.identity != before.identity:
+            raise RetryableError(f"it serves another model now ({model.root})", is_servers=True)
+        return listing
 
-    async def _request(self, job: Job) -> Any:
-        dispatcher = self.dispatcher
-        kind, listing, url = dispatcher.kind, dispatcher.listing, dispatcher.url
-        with _naming(url):
-            variant_fields = kind.variant_fields(dispatcher.model, job.variant, listing)
-        response = await send(self.client, "POST", f"{url}{job.path}", {**job.payload(), **variant_fields})
-        _check_status(url, job, response)
+    async def _request(self, client: ClientSession, job: Job) -> Any:
+        kind, listing, url = self.kind, self.listing, self.url
+        variant_fields = kind.variant_fields(self.model, job.variant, listing)
+        response = await send(client, "POST", f"{url}{job.path}", {**job.payload(), **variant_fields})
+        status = response.status
+        if status in (408, 429) or status >= 500:
+            raise RetryableError(response.description, retry_after=response.retry_after)
+        if status in (401, 403, 404):
+            raise InputError(f"{url} refuses {job.path} under {job.variant}: {response.description}")
+        if status != 200:
+            raise RejectedError(response.description)
         body = parse_json(response.body)
         model = variant_fields["model"]
         if kind.echoes_model and (answered := parse(lambda body: str(body.get("model")), body)) != model:
             raise RetryableError(f"it answered as {answered[:100]!r}, not {model!r}")
         result = parse(job.parse, body)
-        if kind.adapter_list:  # answers do not name their adapters: check that the adapter ids are still the same
-            current = await list_models(self.client, url, kind)
-            self._check_model(current)
-            if current.adapter_ids != listing.adapter_ids:
-                raise RetryableError("it was restarted with its adapters in another order", Cause.SERVER)
+        # answers of llama.cpp do not name their adapters: the adapter ids must still be the same
+        if kind.adapter_list and (await self._list(client)).adapter_ids != listing.adapter_ids:
+            raise RetryableError("it was restarted with its adapters in another order", is_servers=True)
         return result
-
-    def _check_model(self, listing: Listing) -> None:
-        """Check that the server lists the model that it had at the start."""
-        model, before = (listed.model(self.dispatcher.model) for listed in (listing, self.dispatcher.listing))
-        if model.identity != before.identity:
-            raise RetryableError(f"it serves another model now ({model.root})", Cause.SERVER)
-
-    def _failed(self, failure: RetryableError) -> InputError:
-        return InputError(
-            f"the server has failed ({self.dispatcher.url}: {failure}); {len(self.results)} of {self.count} requests "
-            f"were answered: start it and run the same command again; with responses=FOLDER it resumes"
-        )
-
-
-@contextmanager
-def _naming(url: str) -> Iterator[None]:
-    """Name a server in the errors about what it has."""
-    try:
-        yield
-    except InputError as error:
-        raise InputError(f"{url}: {error}") from None
 
 
 async def list_models(client: ClientSession, url: str, kind: ServerKind) -> Listing:
     """Request a server's models and adapters; raise `RetryableError` if it does not list them as its kind does."""
     bodies: list[Any] = []
     for path in filter(None, ("/v1/models", kind.adapter_list)):
-        try:
-            response = await send(client, "GET", f"{url}{path}")
-            if response.status != 200:
-                raise RetryableError(response.description, Cause.SERVER)
-            bodies.append(parse_json(response.body))
-        except RetryableError as error:
-            message = f"{url}{path} lists no models ({error}); start the server, or give another base_url or server="
-            raise RetryableError(message, error.cause) from None
-    try:
-        with _naming(url):
-            listing: Listing = parse(lambda pair: kind.parse_listing(*pair), [*bodies, None][:2])
-    except RetryableError:
-        raise RetryableError(f"{url} does not list its models as a server of `server={kind.name}` does") from None
+        response = await send(client, "GET", f"{url}{path}")
+        if response.status != 200:
+            raise RetryableError(
+                f"{path} lists no models ({response.description}); give another server=", is_servers=True
+            )
+        bodies.append(parse_json(response.body))
+    listing: Listing = parse(lambda pair: kind.parse_listing(*pair), [*bodies, None][:2])
     if listing.software in KINDS and listing.software != kind.name:
         raise InputError(f"{url} is not a server of `server={kind.name}`: give server={listing.software}")
     return listing
-
-
-def _check_status(url: str, job: Job, response: Response) -> None:
-    status = response.status
-    if response.is_out_of_context:
-        raise RetryableError(response.description, Cause.BUSY)
-    if status in (408, 429) or status >= 500:
-        cause = Cause.BUSY if status == 429 else Cause.UNKNOWN
-        raise RetryableError(response.description, cause, response.retry_after)
-    if status in (401, 403):
-        raise InputError(f"{url}: {response.description}")
-    if status == 404:
-        raise InputError(
-            f"{url} has no adapter {job.variant}, or no {job.path} ({response.description}); "
-            f"`lmeval-prune export adapter` writes adapters and prints how to start the server with them"
-        )
-    if status != 200:
-        raise RejectedError(response.description)

@@ -97,7 +97,6 @@ class EngineChoice:
         return self._reasons[key]
 
     def _why_unsupported(self) -> str | None:
-        """Return why the engine does not support the model with its interventions."""
         assert self.engine
         window = sliding_window(self.engine.model_map)
         if window > MAX_CHECKED_WINDOW and not is_tested(self.engine.model_map):
@@ -105,7 +104,6 @@ class EngineChoice:
         return self.engine.unsupported
 
     def _why_settings(self, settings: dict[str, Any]) -> str | None:
-        """Return why `hf` answers requests with these generation settings."""
         assert self.engine
         if generation.is_sampling(settings):
             return "they are sampled, and the engine would draw other random numbers"

@@ -13,7 +13,6 @@ from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, po
 from lmeval_prune.artefacts import digest
 from lmeval_prune.config import Count, Divisor, NonNegative, parse_value
 from lmeval_prune.decoding import Engine, Request, SamplingParams
-from lmeval_prune.decoding.sampling import refused_settings
 from lmeval_prune.errors import InputError
 from lmeval_prune.interventions.head_mask import HeadMask
 from lmeval_prune.models.lengths import Ending
@@ -129,12 +128,9 @@ def engine_settings(lm: HFLM, settings: dict[str, Any]) -> tuple[SamplingParams,
         options.pop("temperature")
         options["do_sample"] = False
     config = copy.deepcopy(lm.model.generation_config)
-    with refused_settings():
-        unknown = config.update(**options)
-    if unknown:
+    if unknown := config.update(**options):
         raise InputError(f"generation settings that engine=batched does not know: {', '.join(sorted(unknown))}")
-    with refused_settings():
-        params = SamplingParams.from_generation_config(config, stop=tuple(filter(None, until)), max_new_tokens=length)
+    params = SamplingParams.from_generation_config(config, stop=tuple(filter(None, until)), max_new_tokens=length)
     return params, until
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import enum
 import json
 import sys
 from collections.abc import Awaitable, Callable
@@ -19,20 +18,12 @@ MAX_LOG_PROBABILITY = 0.01  # rounding can make a log-probability slightly posit
 T = TypeVar("T")
 
 
-class Cause(enum.Enum):
-    """Cause of a `RetryableError`, which decides what the dispatcher blames."""
-
-    UNKNOWN = enum.auto()  # the request or the server
-    SERVER = enum.auto()  # the request is not to blame: the server is not reachable, or has been restarted
-    BUSY = enum.auto()  # status 429, or a shared context that is full: neither is to blame
-
-
 @dataclass(eq=False)
 class RetryableError(Exception):
     """A request that failed and may succeed when it is sent again."""
 
     message: str
-    cause: Cause = Cause.UNKNOWN
+    is_servers: bool = False  # the request is not to blame: the server is not reachable, or has been restarted
     retry_after: float | None = None  # seconds, from the header of this name
 
     def __str__(self) -> str:
@@ -51,11 +42,6 @@ class Response(NamedTuple):
     retry_after: float | None  # seconds
 
     @property
-    def is_out_of_context(self) -> bool:
-        """Return whether requests together need more than the context that the slots of a llama.cpp share."""
-        return self.status == 500 and b"Context size has been exceeded" in self.body
-
-    @property
     def description(self) -> str:
         """Return the status and the message of an error response in one line."""
         text = self.body.decode(errors="replace")
@@ -64,11 +50,6 @@ class Response(NamedTuple):
             error = body.get("error", body) if isinstance(body, dict) else body
             text = error.get("message") or error.get("detail") or text if isinstance(error, dict) else str(error)
         hint = "; give the server's key in OPENAI_API_KEY" if self.status in (401, 403) else ""
-        if self.is_out_of_context:
-            hint = (
-                "; its slots share one context: give a smaller num_concurrent=, or start it with --no-kv-unified or a "
-                "larger --ctx-size"
-            )
         return f"status {self.status}, {brief(str(text), 200) or 'no message'}{hint}"
 
 
@@ -100,8 +81,9 @@ async def send(client: aiohttp.ClientSession, method: str, url: str, content: An
     """Send a request and read the complete response; raise `RetryableError` if there is none within the limits."""
     try:
         async with client.request(method, url, json=content) as response:
-            body = await response.read()
-            return Response(response.status, body, parse_retry_after(response.headers.get("Retry-After")))
+            retry_after = response.headers.get("Retry-After", "")  # seconds, or a date
+            seconds = float(retry_after) if retry_after.isdecimal() else None
+            return Response(response.status, await response.read(), seconds)
     except TimeoutError:
         raise RetryableError(
             f"no response within {client.timeout.total:g} seconds (timeout= and num_concurrent= decide)"
@@ -109,16 +91,9 @@ async def send(client: aiohttp.ClientSession, method: str, url: str, content: An
     except aiohttp.ClientConnectorError as error:
         refused = isinstance(error.os_error, ConnectionRefusedError)
         reason = "the connection is refused" if refused else f"not reached ({first_line(error.os_error)})"
-        raise RetryableError(reason, Cause.SERVER) from None
+        raise RetryableError(reason, is_servers=True) from None
     except (aiohttp.ClientError, OSError, ValueError) as error:
         raise RetryableError(f"the connection broke ({first_line(error)})") from None
-
-
-def parse_retry_after(header: str | None) -> float | None:
-    """Parse the number of seconds in a `Retry-After` header; None for a date."""
-    with suppress(ValueError):
-        return max(0.0, float(header or ""))
-    return None
 
 
 def parse(parser: Callable[[Any], Any], value: Any) -> Any:
@@ -134,13 +109,6 @@ def parse(parser: Callable[[Any], Any], value: Any) -> Any:
 def parse_json(body: bytes) -> Any:
     """Parse a response body as JSON; raise `RetryableError` if it is not JSON."""
     return parse(json.loads, body)
-
-
-def whole_number(value: Any, minimum: int = 0) -> int:
-    """Return a value if it is an integer of at least `minimum`; raise `ValueError` otherwise."""
-    if type(value) is not int or value < minimum:
-        raise ValueError(f"{value!r} is not a whole number of at least {minimum}")
-    return value
 
 
 def log_probability(value: Any) -> float:

@@ -113,19 +113,6 @@ class ModelIdentity:
         """Return the fields that are not None: part of the keys of stored answers, outcomes and grid cells."""
         return {name: value for name, value in vars(self).items() if value is not None}
 
-    def check_loaded(self, lm: Any) -> None:
-        """Refuse a loaded `PrunedHFLM` whose configuration, tokenizer or dtype differs from this checkpoint's."""
-        loaded = {"config": config_fingerprint(lm.config)}
-        if not {"add_bos_token", "use_fast_tokenizer"} & self.arguments.keys():  # they change the tokenizer
-            loaded["tokenizer"] = lm.tokenizer_on_disk
-        if self.dtype != "auto" and not getattr(lm.config, "quantization_config", None):
-            loaded["dtype"] = str(lm.model.dtype).removeprefix("torch.")
-        if changed := [name for name, value in loaded.items() if value != getattr(self, name)]:
-            raise InputError(
-                f"the {' and '.join(changed)} of the loaded model {lm.pretrained} changed since the start of the run; "
-                f"start the command again"
-            )
-
 
 def _truncation(config: Any, tokenizer: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of a tokenizer, beside its rules, by which `hf` truncates texts under some model_args."""

@@ -71,25 +71,3 @@ def lengths_by_task(
         by_task.setdefault(task, []).append(ending)
         largest[task] = max(largest.get(task, 0), limit or 0)
     return {task: summarize_lengths(task_endings, largest[task] or None) for task, task_endings in by_task.items()}
-
-
-def template_ends(tokenizer: Any) -> tuple[str, str] | None:
-    """Return what a chat template puts before and after a question; None without one, or if it needs other messages."""
-    if not getattr(tokenizer, "chat_template", None):
-        return None
-    mark = "\x00"
-    chat = [{"role": "user", "content": mark}]
-    try:
-        text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
-    except Exception:  # the template requires other messages
-        return None
-    before, _, after = text.partition(mark)
-    return before, after
-
-
-def has_template(prompt: Any, ends: tuple[str, str]) -> bool:
-    """Return whether a prompt is in the chat template of these ends, or is no text."""
-    before, after = ends
-    return not isinstance(prompt, str) or bool(
-        (before and prompt.startswith(before)) or (after and prompt.endswith(after))
-    )

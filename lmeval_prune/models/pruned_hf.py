@@ -36,18 +36,17 @@ from lmeval_prune.config import resolve_device
 from lmeval_prune.decoding import Engine, SamplingParams
 from lmeval_prune.decoding.fallback import Ended
 from lmeval_prune.decoding.request import end_tokens, stop_strings
-from lmeval_prune.decoding.sampling import RefuseNaN, refused_settings
+from lmeval_prune.decoding.sampling import RefuseNaN
 from lmeval_prune.decoding.stopping import Stopping
 from lmeval_prune.errors import InputError, print_input_errors
 from lmeval_prune.interventions import METHODS, interventions_on
 from lmeval_prune.interventions.base import preserve_state
 from lmeval_prune.models.answer_store import AnswerStore
 from lmeval_prune.models.answering import Answering
-from lmeval_prune.models.arguments import Arguments
+from lmeval_prune.models.arguments import Arguments, hf_arguments
 from lmeval_prune.models.engine_choice import EngineChoice
 from lmeval_prune.models.generation import answer_limit, check_settings, prompt_room
 from lmeval_prune.models.head_router import FixedOrderRouter
-from lmeval_prune.models.hf_arguments import hf_arguments
 from lmeval_prune.models.identity import ModelIdentity, interventions_report, tokenizer_fingerprint
 from lmeval_prune.models.lengths import Ending
 from lmeval_prune.models.likelihood import check_own_tokens
@@ -118,7 +117,6 @@ class PrunedHFLM(AnsweringLM, HFLM):
         return pretrained
 
     def _load(self, pretrained: Any) -> None:
-        """Load the model as `hf` does, or use a loaded one."""
         others = dict(self.arguments.others)
         if others.get("device") is None and not torch.cuda.is_available():
             others["device"] = "mps" if torch.backends.mps.is_available() else "cpu"
@@ -170,10 +168,6 @@ class PrunedHFLM(AnsweringLM, HFLM):
     def _get_config(self, pretrained: str, **kwargs: Any) -> None:
         with as_input_error(f"cannot read the model {pretrained}"), without_warnings_of_layers():
             super()._get_config(pretrained, **kwargs)
-
-    def _create_tokenizer(self, *args: Any, **kwargs: Any) -> None:
-        super()._create_tokenizer(*args, **kwargs)
-        self.tokenizer_on_disk = tokenizer_fingerprint(self.tokenizer)  # before `hf` adds a padding token
 
     def _create_model(self, *args: Any, gguf_file: str | None = None, **kwargs: Any) -> None:
         self.arguments.refuse_misspelt(self.config)
@@ -280,23 +274,21 @@ class PrunedHFLM(AnsweringLM, HFLM):
             raise InputError("a prompt is empty, and the tokenizer adds no token to it; leave such documents out")
         settings["return_dict_in_generate"] = False
         start = context.shape[1] if self.backend == "causal" else 1
-        with refused_settings(runs_model=True):
-            config = GenerationConfig(
-                eos_token_id=settings.get("eos_token_id"),
-                stop_strings=settings.get("stop_strings")
-                or getattr(self.model.generation_config, "stop_strings", None),
-            )
-            ends = None if config.eos_token_id is None else end_tokens(config)
-            stop = [*filter(None, stop), *stop_strings(config)]
-            settings["stop_strings"] = None  # which `generate` would end a thought by, too
-            params = SamplingParams(max_new_tokens=1 << 30, eos=ends, stop=tuple(stop))
-            settings["logits_processor"] = LogitsProcessorList([*(settings.get("logits_processor") or ()), RefuseNaN()])
-            thoughts: dict[str, Any] = {}
-            if self.think_end_token is not None:  # `hf` ends them by stop texts
-                criteria = StoppingCriteriaList([Ended(self._stopping, start, params)])
-                thoughts["stop_sequences_criteria"] = lambda *_: criteria
-            with replaced(huggingface, **thoughts):
-                rows: torch.Tensor = super()._model_generate(context, max_length, stop, **settings)
+        config = GenerationConfig(
+            eos_token_id=settings.get("eos_token_id"),
+            stop_strings=settings.get("stop_strings") or getattr(self.model.generation_config, "stop_strings", None),
+        )
+        ends = None if config.eos_token_id is None else end_tokens(config)
+        stop = [*filter(None, stop), *stop_strings(config)]
+        settings["stop_strings"] = None  # which `generate` would end a thought by, too
+        params = SamplingParams(max_new_tokens=1 << 30, eos=ends, stop=tuple(stop))
+        settings["logits_processor"] = LogitsProcessorList([*(settings.get("logits_processor") or ()), RefuseNaN()])
+        thoughts: dict[str, Any] = {}
+        if self.think_end_token is not None:  # `hf` ends them by stop texts
+            criteria = StoppingCriteriaList([Ended(self._stopping, start, params)])
+            thoughts["stop_sequences_criteria"] = lambda *_: criteria
+        with replaced(huggingface, **thoughts):
+            rows: torch.Tensor = super()._model_generate(context, max_length, stop, **settings)
         for row in rows:
             self.endings.append(self._ending(row[start:].tolist(), params))
             row[start + self.endings[-1].length :] = self.tokenizer.pad_token_id  # what it generated for longer rows

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import filecmp
 import json
 import logging
 import ssl
@@ -84,23 +83,35 @@ class PrunedServerLM(AnsweringLM, LocalCompletionsAPI):
         refuse_empty(values, SERVER_OPTIONS)
         variant_arguments = {name: value for name, value in values.items() if name not in SERVER_OPTIONS}
         self.arguments = Arguments.of(variant_arguments)
-        self._check_arguments()
+        for intervention in self.arguments.interventions:
+            if not isinstance(intervention, HeadMask):
+                raise InputError(
+                    f"a server's adapters can only prune heads: {type(intervention).__name__} cannot be served; give "
+                    f"heads=, mask= or router=, or use pruned-hf"
+                )
+        for name in self.arguments.others:
+            raise unknown_argument(name, SERVER_OPTIONS)
         self.options = ServerOptions(**{name: value for name, value in values.items() if name in SERVER_OPTIONS})
-        self.lora = read_lora(self.options.lora) if self.options.lora else {}
-        if self.lora and (self.arguments.interventions or self.arguments.router):
+        if self.options.lora and (self.arguments.interventions or self.arguments.router):
             raise InputError("a request has one adapter: give either lora=, or heads=, mask= or router=")
+        self.lora = read_lora(self.options.lora) if self.options.lora else {}
         self.kind, self.seed = self.options.kind, self.options.seed
         self.endings: deque[Ending] = deque()
-        self.checkpoint = self._read_checkpoint()
+        model = str(self.options.pretrained or self.options.tokenizer or self.options.model)
+        source = {"revision": self.options.revision, "trust_remote_code": self.options.trust_remote_code}
+        description = {key: value for key, value in self.arguments.description.items() if value is not None}
+        self.checkpoint = Checkpoint({"pretrained": model, **source, **description})
         self.config, self.model_map = self.checkpoint.config, self.checkpoint.map
         self.adapters = read_adapters(self.options.adapters) if self.options.adapters else {}
         self.base, self.dtype = self._identify_base(), self._resolve_dtype()
-        connection = Connection(self.header, self._certificates(), self.options.timeout)
+        certificates, verify = self.options.ca_cert_path, self.options.verify_certificate
+        context = ssl.create_default_context(cafile=certificates) if certificates and verify else verify
+        connection = Connection(self.header, context, self.options.timeout)
         url, limits = self.options.url, (self.options.num_concurrent, self.options.max_retries)
         try:
             listing = connection.run(partial(list_models, url=url, kind=self.kind))
         except RetryableError as error:
-            raise InputError(str(error)) from None
+            raise InputError(f"{url}: {error}") from None
         name = model_name(url, listing, self.kind, self.options.model)
         self.dispatcher = Dispatcher(self.kind, name, url, listing, connection, *limits)
         self._check_root()
@@ -125,56 +136,28 @@ class PrunedServerLM(AnsweringLM, LocalCompletionsAPI):
 
     # ------------------------------------------------------------------ set-up
 
-    def _check_arguments(self) -> None:
-        for intervention in self.arguments.interventions:
-            if not isinstance(intervention, HeadMask):
-                raise InputError(
-                    f"a server's adapters can only prune heads: {type(intervention).__name__} cannot be served; give "
-                    f"heads=, mask= or router=, or use pruned-hf"
-                )
-        for name in self.arguments.others:
-            raise unknown_argument(name, SERVER_OPTIONS)
-
-    def _read_checkpoint(self) -> Checkpoint:
-        """Read the served model's configuration and, if they are here, its files."""
-        name = self.options.pretrained or self.options.tokenizer or self.options.model
-        if not name:
-            raise InputError("name the served model: pretrained=NAME_OR_FOLDER with its configuration and tokenizer")
-        description = {key: value for key, value in self.arguments.description.items() if value is not None}
-        source = {"revision": self.options.revision, "trust_remote_code": self.options.trust_remote_code}
-        return Checkpoint({"pretrained": str(name), **source, **description})
-
     def _identify_base(self) -> str:
         """Return the digest of the served checkpoint, from the adapters' manifests or from local weights."""
         path = self.checkpoint.path
-        for name, adapter in self.adapters.items():
-            if adapter["base"]["heads"] != self.model_map.signature()["heads"]:
-                raise InputError(
-                    f"adapter {name} was made for {adapter['base']['name']}, whose layers differ from those of {path}; "
-                    f"set pretrained= to the served model"
-                )
         try:
-            local = checkpoint_identity(path, self.options.revision)
+            self.local: str | None = checkpoint_identity(path, self.options.revision)
         except InputError:  # only configuration and tokenizer are here
-            local = None
+            self.local = None
         bases = {adapter["base"]["checkpoint"]: name for name, adapter in self.adapters.items()}
-        if len(bases) > 1:
-            names = " and ".join(list(bases.values())[:2])
-            raise InputError(f"{self.options.adapters}: {names} were made from different models; export them again")
         if bases:
-            ((base, name),) = bases.items()
-            if local not in (None, base):
+            base, *others = bases
+            if others or self.local not in (None, base):
                 raise InputError(
-                    f"adapter {name} was made from {self.adapters[name]['base']['name']}, another base model than "
-                    f"{path}; give pretrained= of the served model, or export the adapters again"
+                    f"{' and '.join(list(bases.values())[:2])} in {self.options.adapters} were made from another model "
+                    f"than {path}; give pretrained= of the served model, or export the adapters again"
                 )
             return str(base)
-        if local is None and self.arguments.responses:
+        if self.local is None and self.arguments.responses:
             raise InputError(
                 f"{path} has no weights here, so stored answers could not be told from those of another model of this "
                 f"shape: give adapters=FOLDER, whose manifests name the weights, or leave out responses="
             )
-        return local or digest([path, config_fingerprint(self.config)])
+        return self.local or digest([path, config_fingerprint(self.config)])
 
     def _resolve_dtype(self) -> str:
         """Return the type in which the servers compute, from `dtype=` or from the adapters; empty if unknown."""
@@ -191,7 +174,6 @@ class PrunedServerLM(AnsweringLM, LocalCompletionsAPI):
         return dtype
 
     def _init_lm_eval(self) -> None:
-        """Initialise lm-eval's class and the tokenizer."""
         options = {
             option: getattr(self.options, option)
             for option in _LM_EVAL_OPTIONS
@@ -225,11 +207,6 @@ class PrunedServerLM(AnsweringLM, LocalCompletionsAPI):
         key = self.options.auth_token or self.api_key
         return {"Authorization": f"Bearer {key}"} if key else {}
 
-    def _certificates(self) -> Any:
-        """Return aiohttp's `ssl` argument."""
-        path, verify = self.options.ca_cert_path, self.options.verify_certificate
-        return ssl.create_default_context(cafile=path) if path and verify else verify
-
     @property
     def served(self) -> ServedModel:
         """Return what the server says of the unpruned model."""
@@ -241,39 +218,23 @@ class PrunedServerLM(AnsweringLM, LocalCompletionsAPI):
         Adapters name the model that serves them, and llama.cpp lists no folder.
         """
         path, root = Path(self.checkpoint.path), self.served.root
-        if (
-            self.adapters or self.kind.adapter_list or not root or root == self.options.model
-        ):  # a name that a user chose
+        if not root or root == self.options.model or self.adapters or self.kind.adapter_list:  # or a chosen name
             return
-        if self._has_other_weights(root):
+        if self.local and Path(root).is_dir() and checkpoint_identity(root) != self.local:
             raise InputError(f"{self.dispatcher.url} serves {root}, which has other weights than pretrained={path}")
         if path.name.lower() not in root.lower() and not Path(root).is_dir():
             logger.warning(ROOT_WARNING, self.dispatcher.url, root, path)
 
-    def _has_other_weights(self, root: str) -> bool:
-        """Return whether both folders have the same weight files, one of them with other contents."""
-        folders = [Path(self.checkpoint.path), Path(root)]
-        names = [sorted(path.name for path in folder.glob("*.safetensors")) for folder in folders]
-        if not names[0] or names[0] != names[1]:  # another division of the same weights, or a hub's name: unknown
-            return False
-        pairs = [[folder / name for folder in folders] for name in names[0]]
-        return not all(local.samefile(other) or filecmp.cmp(local, other, shallow=False) for local, other in pairs)
-
     def _check_adapters(self, variants: Sequence[ServedVariant]) -> None:
-        """Check that the adapters of all variants are in the folder `adapters=`, in the server's format and type."""
+        """Check that the adapters of all variants are in the folder `adapters=`; warn of a coarser type."""
         if not self.adapters:
             return
-        adapter_format = "gguf" if self.kind.adapter_list else "peft"
         names = [name for variant in variants if variant.heads for name in self._adapter_names(variant)]
         for name in names:
             if name not in self.adapters:
                 raise InputError(
                     f"{self.options.adapters} has no adapter {name}; write it with `lmeval-prune export adapter`, and "
                     f"start the server with it"
-                )
-            if self.adapters[name]["format"] != adapter_format:
-                raise InputError(
-                    f"adapter {name} is of another format than {self.kind.name} takes; export it as {adapter_format}"
                 )
         stored = self.served.parameter_bytes
         if names and stored is not None and self.dtype and stored < getattr(torch, self.dtype).itemsize:

@@ -70,7 +70,9 @@ class ResumableLM(CheckedArgumentsLM):
         arguments = dict(arg_dict)
         name, folder = arguments.pop("lm", None), arguments.pop("responses", None)
         store_every = parse_value("store_every", arguments.pop("store_every", 256), Count)
-        model = _model_class(name)
+        model: type[LM] = get_model(name)
+        if issubclass(model, CheckedArgumentsLM):
+            raise InputError(f"lm={name} is a model of lmeval-prune; use --model {name}")
         if not folder:
             raise InputError("name the folder of the answers: responses=FOLDER")
         identity = model_identity(str(name), arguments)
@@ -91,14 +93,6 @@ class ResumableLM(CheckedArgumentsLM):
         return cls.create_from_arg_obj(simple_parse_args_string(arg_string), additional_config)
 
 
-def _model_class(name: Any) -> type[LM]:
-    """Return the class of lm-eval's model of a name."""
-    model: type[LM] = get_model(name)
-    if issubclass(model, CheckedArgumentsLM):
-        raise InputError(f"lm={name} is a model of lmeval-prune; use --model {name}")
-    return model
-
-
 class _Resumable(AnsweringLM):
     """Answers requests from the store; mixed into the class of a model.
 
@@ -117,17 +111,15 @@ class _Resumable(AnsweringLM):
 def model_identity(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
     """Return what identifies a model by its arguments, as JSON."""
     named = {key: value for key, value in arguments.items() if key not in _IGNORED and value is not None}
-    parts = {
-        key: _checkpoint(str(value), arguments) if key == "pretrained" else _argument(key, value)
-        for key, value in named.items()
-    }
+    parts: dict[str, Any] = {}
+    for key, value in named.items():
+        if key == "pretrained":
+            parts[key] = _checkpoint(str(value), arguments)
+        elif isinstance(value, str) and key != "model" and os.access(value, os.R_OK):  # `model`: a served one's name
+            parts[key] = {"content": content_digest(value)}
+        else:
+            parts[key] = argument_identity(key, value)
     return {"lm": name, "arguments": parts}
-
-
-def _argument(name: str, value: Any) -> Any:
-    """Return an argument's value as JSON; of a file or folder its content, but for a served model's name."""
-    is_path = isinstance(value, str) and name != "model" and os.access(value, os.R_OK)
-    return {"content": content_digest(value)} if is_path else argument_identity(name, value)
 
 
 def _checkpoint(pretrained: str, arguments: dict[str, Any]) -> Any:
@@ -177,7 +169,6 @@ class StoredAnswering:
         return responses
 
     def _key_parts(self, kind: str, request: Any, repeat: int) -> tuple[dict[str, Any], str]:
-        """Return everything that determines an answer, as JSON."""
         if len(request.args) > 2:
             raise InputError(
                 f"task {request.task_name} has images or sound, which cannot be stored; use --model itself"
@@ -232,7 +223,6 @@ class StoredAnswering:
         return [responses[index] for index in range(len(seeded.requests))]
 
     def _compute(self, kind: str, requests: list[Any], disable_tqdm: bool) -> list[Any]:
-        """Answer by the model itself."""
         options = {"disable_tqdm": True} if disable_tqdm else {}  # not all classes know it
         return list(getattr(self.lm.model_class, kind)(self.lm, requests, **options))
 

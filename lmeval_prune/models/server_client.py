@@ -123,9 +123,7 @@ class ServerClient:
 
     def _generation_job(self, request: Any, repeat: int, index: int) -> Job:
         lm, name = self.lm, _request_name(request)
-        context, settings = request.args[:2]
-        if len(request.args) > 2:
-            raise InputError(f"{name}: it has more than a text; pruned-server sends texts only")
+        context, settings = request.args
         attempt = lm.answering.attempt(request, repeat)
         if lm.arguments.router or not generation.is_sampling(settings):
             settings = generation.without_sampling(settings)
@@ -172,16 +170,10 @@ class ServerClient:
     def _prompt(self, name: str, context: Any, length: int, has_beginning: bool) -> Callable[[], dict[str, Any]]:
         """Return a function that builds the prompt when it is sent; a chat may end with the beginning of its answer."""
         if self.lm.chat:
-            if not isinstance(context, JsonChatStr):
-                raise InputError(
-                    "pruned-server-chat sends chats: add --apply_chat_template, or use --model pruned-server"
-                )
             template = self.lm.options.template_arguments
             extra = {"chat_template_kwargs": template} if template else {}
             extra |= self.lm.kind.continuation if has_beginning else {}
             return lambda: {"messages": json.loads(context.prompt), **extra}
-        if not context:
-            raise InputError(f"{name}: the prompt is empty")
         room = generation.prompt_room(self.lm, length)
 
         def prompt() -> dict[str, Any]:
@@ -202,7 +194,6 @@ class ServerClient:
     def _parse_generated(
         self, body: dict[str, Any], name: str, beginning: str, until: list[str], length: int
     ) -> GeneratedText:
-        """Read a generated text from a server's response; `length` tokens were requested."""
         answer = self._parse_text(body)
         if answer is None:
             if not self._warned_missing_text:
@@ -261,7 +252,6 @@ class ServerClient:
         return Job("/v1/completions", lambda: payload, lm.answering.variant(), parse, name, index)
 
     def _windows(self, text: str) -> list[tuple[list[int], list[int]]]:
-        """Split a text into pairs of context tokens and scored tokens."""
         windows = utils.get_rolling_token_windows(
             token_list=self.lm.tok_encode(text),
             prefix_token=self.lm.prefix_token_id,

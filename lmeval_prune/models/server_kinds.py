@@ -12,7 +12,6 @@ from types import MappingProxyType
 from typing import Any
 
 from lmeval_prune.errors import InputError, first_few
-from lmeval_prune.models.http_client import whole_number
 
 
 @dataclass(frozen=True)
@@ -108,7 +107,7 @@ class ServerKind:
                 listing.parents[name] = str(card["parent"])
                 continue
             length = card.get("max_model_len")
-            limit = None if length is None else whole_number(length, 1)
+            limit = None if length is None else int(length)
             listing.models[name] = ServedModel(name, card.get("root"), limit)
             listing.software = card.get("owned_by")
         return listing
@@ -169,18 +168,18 @@ class LlamaCpp(ServerKind):
             name, parameter_bytes = str(card["id"]), None
             root = _path_parts(name)[-1]
             if "n_params" in facts:
-                parameters, size = whole_number(facts["n_params"]), whole_number(facts["size"])
+                parameters, size = int(facts["n_params"]), int(facts["size"])
                 root += f", {parameters} parameters in {size} bytes"
                 parameter_bytes = size / max(parameters, 1)
             # of a slot, and of the file: the window of a model that llama.cpp computes without a sliding window
-            lengths = [whole_number(facts[key], 1) for key in ("n_ctx", "n_ctx_train") if facts.get(key) is not None]
+            lengths = [int(facts[key]) for key in ("n_ctx", "n_ctx_train") if facts.get(key) is not None]
             listing.models[name] = ServedModel(name, root, min(lengths, default=None), parameter_bytes)
         for adapter in adapters or []:
             path = _path_parts(adapter["path"])
             name = path[-2] if len(path) > 1 and path[-1] == "adapter.gguf" else path[-1].removesuffix(".gguf")
             if name in listing.adapter_ids:
                 raise InputError(f"the server has two adapters {name}; start it with one of them")
-            listing.adapter_ids[name] = whole_number(adapter["id"])
+            listing.adapter_ids[name] = int(adapter["id"])
         return listing
 
     def tokenize_payload(self, model: str, text: str) -> dict[str, Any]:

@@ -12,8 +12,6 @@ from lmeval_prune.config import Count, Positive, Settings
 from lmeval_prune.errors import InputError
 from lmeval_prune.models.server_kinds import KINDS, ServerKind
 
-DTYPES = ("bfloat16", "float16", "float32", "float64")
-
 
 @dataclass(frozen=True)
 class ServerOptions(Settings):
@@ -59,18 +57,11 @@ class ServerOptions(Settings):
         super().__post_init__()
         if not self.base_url:
             raise InputError("name a server: --model_args base_url=http://HOST:PORT")
-        dtype = str(self.dtype or "float32").removeprefix("torch.")
-        if self.server != "llamacpp" and dtype not in DTYPES:
-            raise InputError(f"dtype={dtype} is not a type that {self.server} computes in; use {', '.join(DTYPES)}")
-        if self.think_end_token and self.think_end_token.isdigit():
-            raise InputError(f"think_end_token={self.think_end_token} is a number; give the token's text")
 
     @property
     def url(self) -> str:
         """Return the server's address without a path of the API."""
         address = urlsplit(str(self.base_url).strip())
-        if address.scheme not in ("http", "https") or not address.netloc:
-            raise InputError(f"base_url={self.base_url} is not an address; write http://HOST:PORT")
         path = re.sub(r"(/v1)?(/(chat/)?completions)?/*$", "", address.path)
         return f"{address.scheme}://{address.netloc}{path}"
 

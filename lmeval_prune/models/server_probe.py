@@ -1,12 +1,11 @@
 """Check at the start of a run that the server serves the model and its variants.
 
 A misconfigured server answers without an error. For example, an adapter that matches no module leaves the model
-unpruned, or a request without an adapter is computed with the adapter of another request.
+unpruned, or two names mean one adapter.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -15,26 +14,16 @@ from typing import Any
 
 from lmeval_prune.errors import InputError, first_few
 from lmeval_prune.models.dispatch import Dispatcher, Job
-from lmeval_prune.models.http_client import (
-    Connection,
-    RetryableError,
-    log_probability,
-    parse,
-    parse_json,
-    send,
-    whole_number,
-)
+from lmeval_prune.models.http_client import RetryableError, log_probability, parse, parse_json, send
 from lmeval_prune.models.server_kinds import UNPRUNED, Listing, ServedVariant, ServerKind
 from lmeval_prune.models.server_record import ServerRecord, Signature, distance
 
-logger = logging.getLogger(__name__)
 PROBE_TEXT = (
     "A baker sells 12 rolls at 30 cents each and 5 loaves at 2.50 each. First she adds up what the rolls bring in, "
     "then the loaves, and writes both numbers into her green book. Why does she need the sum?"
 )
 PROMPT_LENGTH = 64  # tokens of the text in a request
 GENERATED_LENGTH = 12  # tokens to generate, if the server does not score prompts
-BATCH_ADAPTERS = 32  # adapters in one batch
 MIN_DISTANCE = 1e-5  # smaller distances of signatures are rounding
 
 
@@ -50,25 +39,7 @@ def model_name(url: str, listing: Listing, kind: ServerKind, name: str | None) -
             f"{url} serves {first_few(models, 'no model')}, not {name}; give the served model's name with model=, or "
             f"start the server with {kind.name_option} {name}"
         )
-    for adapter, parent in listing.parents.items():
-        if parent != name and parent in models:
-            raise InputError(f"{url}: adapter {adapter} belongs to {parent}, not to {name}")
     return name
-
-
-def server_tokens(connection: Connection, kind: ServerKind, url: str, model: str, text: str) -> list[int] | None:
-    """Tokenize a text on a server, without special tokens; return None if the server has no such endpoint."""
-
-    def token_ids(body: Any) -> list[int]:
-        return [whole_number(token["id"] if isinstance(token, dict) else token) for token in body["tokens"]]
-
-    payload = kind.tokenize_payload(model, text)
-    try:
-        response = connection.run(partial(send, method="POST", url=f"{url}/tokenize", content=payload))
-        tokens: list[int] | None = parse(token_ids, parse_json(response.body)) if response.status == 200 else None
-    except RetryableError:
-        return None
-    return tokens
 
 
 class Probe:
@@ -79,18 +50,14 @@ class Probe:
         self.tokens: list[int] = list(tokenizer.encode(PROBE_TEXT, add_special_tokens=False))
 
     def run(self, variants: Sequence[ServedVariant]) -> None:
-        """Refuse a server that does not serve these variants."""
-        self._check([variant for variant in dict.fromkeys(variants) if variant != UNPRUNED])
-        self.record.save()
-
-    def _check(self, pruned: Sequence[ServedVariant]) -> None:
-        """Check the tokenizer, that all variants give different signatures, and that batches do not mix them."""
+        """Refuse a server with another tokenizer or other weights, or under which two variants answer alike."""
         url = self.dispatcher.url
         self._check_tokenizer()
-        unpruned = self._signatures([UNPRUNED] * 4, 1)  # repeated to measure the server's noise
+        pruned = [variant for variant in dict.fromkeys(variants) if variant != UNPRUNED]
+        unpruned = self._signatures([UNPRUNED] * 4)  # repeated to measure the server's noise
         self.record.check(url, unpruned[0])
         noise = max(MIN_DISTANCE, 1.5 * max(distance(*pair, 1) for pair in combinations(unpruned, 2)))
-        signatures = {UNPRUNED: unpruned[0], **dict(zip(pruned, self._signatures(pruned, 1), strict=True))}
+        signatures = {UNPRUNED: unpruned[0], **dict(zip(pruned, self._signatures(pruned), strict=True))}
         for (other, other_signature), (variant, signature) in combinations(signatures.items(), 2):
             if distance(signature, other_signature, 1) <= noise:
                 raise InputError(
@@ -98,51 +65,24 @@ class Probe:
                     f"adapter, or an adapter matches no module (vLLM: --lora-target-modules o_proj); start it with the "
                     f"command that `lmeval-prune export adapter` prints"
                 )
-        self._check_batch(signatures)
+        self.record.save()
 
     def _check_tokenizer(self) -> None:
-        """Refuse a server whose tokenizer splits the probe text differently."""
-        dispatcher, count = self.dispatcher, len(self.tokens)
-        tokens = server_tokens(dispatcher.connection, dispatcher.kind, dispatcher.url, dispatcher.model, PROBE_TEXT)
-        if tokens is None:
-            logger.info("%s cannot tokenize texts; its tokenizer is not compared", dispatcher.url)
-        elif tokens != self.tokens:
-            raise InputError(
-                f"{dispatcher.url} splits a text into {len(tokens)} tokens, the tokenizer of this run into {count}"
-                f"{' different ones' if count == len(tokens) else ''}; set tokenizer= to that of the served model"
+        """Refuse a server whose tokenizer splits the probe text differently; one that cannot tokenize is not asked."""
+        kind, url = self.dispatcher.kind, self.dispatcher.url
+        payload = kind.tokenize_payload(self.dispatcher.model, PROBE_TEXT)
+        try:
+            response = self.dispatcher.connection.run(
+                partial(send, method="POST", url=f"{url}/tokenize", content=payload)
             )
-
-    def _check_batch(self, expected: dict[ServedVariant, Signature]) -> None:
-        """Check that a batch does not mix variants: each answer is nearest to its own variant's `expected` signature.
-
-        Batches round differently, so two conditions must hold before an answer is taken for another variant's. Its
-        squared distance from that variant is smaller by more than half the squared distance of the two variants, and
-        the variants differ by clearly more than the rounding.
-        """
-        pruned = [variant for variant in expected if variant != UNPRUNED][:BATCH_ADAPTERS]
-        if not pruned:
+            answered = parse(lambda body: list(body["tokens"]), parse_json(response.body))
+        except RetryableError:
             return
-        batch = [variant for pruned_variant in pruned for variant in (pruned_variant, UNPRUNED)]
-        answers = list(zip(batch, self._signatures(batch, len(batch)), strict=True))
-        unpruned = [signature for variant, signature in answers if variant == UNPRUNED]
-        # the smallest difference: some of the unpruned answers may be wrong
-        rounding = min((distance(*pair, 1) ** 2 for pair in combinations(unpruned, 2)), default=0.0)
-        for variant, signature in answers:
-            distances = {name: distance(signature, expected[name], 1) ** 2 for name in (UNPRUNED, *pruned)}
-            other = min(distances, key=distances.__getitem__)
-            separation = distance(expected[other], expected[variant], 1) ** 2
-            is_nearer = distances[variant] - distances[other] > separation / 2
-            if not is_nearer or separation <= 4 * rounding:
-                continue
-            requests = "the unpruned model's requests" if variant == UNPRUNED else f"requests under {variant}"
-            raise InputError(
-                f"{self.dispatcher.url} answers {requests} under {other} when both are in one batch (vLLM on a CPU "
-                f"does this without a spare adapter slot); start it with --max-loras set to the number of adapters "
-                f"plus one, or evaluate the unpruned model in a separate run"
-            )
+        tokens = [token["id"] if isinstance(token, dict) else token for token in answered]
+        if response.status == 200 and tokens != self.tokens:
+            raise InputError(f"{url} has another tokenizer than this run; set tokenizer= to that of the served model")
 
-    def _signatures(self, variants: Sequence[ServedVariant], num_concurrent: int) -> list[Signature]:
-        """Request the log-probabilities of the probe text under each variant."""
+    def _signatures(self, variants: Sequence[ServedVariant]) -> list[Signature]:
         kind = self.dispatcher.kind
         scored = {"max_tokens": 1, "echo": True} if kind.scores_prompts else {"max_tokens": GENERATED_LENGTH}
         settings = {
@@ -155,10 +95,9 @@ class Probe:
             Job("/v1/completions", lambda: payload, variant, self._parse_signature, "a probe", index)
             for index, variant in enumerate(variants)
         ]
-        return replace(self.dispatcher, num_concurrent=num_concurrent).run(jobs)
+        return replace(self.dispatcher, num_concurrent=1).run(jobs)
 
     def _parse_signature(self, body: dict[str, Any]) -> Signature:
-        """Read the signature from a server's response."""
         logprobs = body["choices"][0]["logprobs"]
         if "content" in logprobs:  # the format of chat completions, which llama.cpp also uses for completions
             pairs = [(str(token["token"]), token["logprob"]) for token in logprobs["content"]]

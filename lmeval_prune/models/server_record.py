@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-from annotated_types import Len, Predicate
 from typing_extensions import TypedDict
 
 from lmeval_prune.artefacts import digest, file_lock, lock_path, read_artefact, write_artefact
@@ -25,18 +24,8 @@ TOLERANCE = 0.15  # in other types
 Signature = list[tuple[str, float]]  # the probe text's tokens and log-probabilities
 
 
-class _Signature(TypedDict):
-    tokens: Annotated[list[str], Len(1)]
-    log_probabilities: list[Finite]
-
-
-def _has_pairs(signature: _Signature) -> bool:
-    return len(signature["tokens"]) == len(signature["log_probabilities"])
-
-
 class _Content(TypedDict):
-    # by a digest of what is known of the model otherwise
-    signatures: dict[str, Annotated[_Signature, Predicate(_has_pairs)]]
+    signatures: dict[str, list[list[str | Finite]]]  # pairs, by a digest of what else is known of the model
 
 
 class ServerRecord:
@@ -74,25 +63,18 @@ class ServerRecord:
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with file_lock(lock_path(self.path)):
-            stored, measured = self._read(), self._signature
-            if (other := stored.get(self.key)) != self._before:
-                self._signature, self._is_new = other, False
+            signatures, measured = self._read(), self._signature
+            if signatures.get(self.key) != self._before:
+                self._signature, self._is_new = signatures[self.key], False
                 self.check(self._source, measured)
-                return
-            pairs = {
-                key: list(zip(*signature, strict=True)) for key, signature in {**stored, self.key: measured}.items()
-            }
-            content = {key: {"tokens": tokens, "log_probabilities": values} for key, (tokens, values) in pairs.items()}
-            write_artefact(self.path, SCHEMA, VERSION, {"signatures": content})
+            else:
+                write_artefact(self.path, SCHEMA, VERSION, {"signatures": {**signatures, self.key: measured}})
 
-    def _read(self) -> dict[str, Signature]:
+    def _read(self) -> dict[str, Any]:
         if not self.path or not self.path.exists():
             return {}
-        signatures = read_artefact(self.path, SCHEMA, VERSION, _Content)[0]["signatures"]
-        return {
-            key: list(zip(signature["tokens"], signature["log_probabilities"], strict=True))
-            for key, signature in signatures.items()
-        }
+        signatures: dict[str, Any] = read_artefact(self.path, SCHEMA, VERSION, _Content)[0]["signatures"]
+        return signatures
 
 
 def distance(first: Signature, second: Signature, mismatch: float | None = None) -> float:

@@ -51,7 +51,6 @@ def _figure(width: float, height: float, title: str) -> Figure:
 
 
 def _heatmap(axes: Any, rows: Sequence[Any], width: int, **colours: Any) -> Any:
-    """Draw rows of numbers as squares; shorter rows end in empty squares."""
     values = np.full((len(rows), width), np.nan)
     for number, row in enumerate(rows):
         values[number, : len(row)] = np.asarray(row, dtype=float)

@@ -6,14 +6,11 @@ import json
 import logging
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
-from lmeval_prune.artefacts import read_json
 from lmeval_prune.checkpoints.embedded import ENCODER
 from lmeval_prune.config import command
-from lmeval_prune.errors import InputError, refuse_file
+from lmeval_prune.errors import InputError
 from lmeval_prune.sprint.options import FitOptions, ReportOptions, SweepOptions
 
 
@@ -31,26 +28,12 @@ def sweep(**options: Any) -> int:
     if outcomes is None:
         return 0
     print(f"{settings.output}: {len(outcomes.questions)} questions, pool of {len(outcomes.pool)}")
-    print(f"accuracy: {_accuracies(outcomes)}")
-    if outcomes.lengths["mean_tokens"] is not None:
-        share, tokens = outcomes.lengths["cut_off"], outcomes.lengths["mean_tokens"]
-        print(f"answers: {tokens:.0f} tokens on average, {share:.0%} cut off by max_gen_toks")
-    if outcomes.cut_off:
-        print(f"{outcomes.cut_off}: accuracies depend on the limit; sweep again with more max_gen_toks")
-    return 0
-
-
-def _accuracies(outcomes: Any) -> str:
-    """Return the accuracies of the unpruned model and of the best heads, with the questions if not all have them."""
-    counts = dict(zip(outcomes.pool, outcomes.observed.sum(0).tolist(), strict=True))
     accuracy = dict(zip(outcomes.pool, outcomes.accuracy().tolist(), strict=True))
-
-    def text(name: str) -> str:
-        part = f" (of {counts[name]} questions)" if counts[name] < len(outcomes.questions) else ""
-        return f"{name} {accuracy[name]:.3f}{part}"
-
     highest = sorted(accuracy, key=lambda name: -accuracy[name])[:5]
-    return f"{text('dense')}; highest {', '.join(map(text, highest))}"
+    print("accuracy: " + ", ".join(f"{name} {accuracy[name]:.3f}" for name in dict.fromkeys(["dense", *highest])))
+    for warning in filter(None, (outcomes.uneven, outcomes.cut_off)):
+        print(warning)
+    return 0
 
 
 def fit(
@@ -66,64 +49,37 @@ def fit(
 
     Args:
         outcomes: folder of the training questions' outcome store
-        output: folder for the router; one that was fitted there with the same options is replaced
+        output: folder for the router; one that was fitted there is replaced
         encoder: name or folder of a sentence-transformers model
         p: of contrastive: length of the embeddings; of several values, validation chooses
         lambda_: of contrastive: weight of diversity; of several values, validation chooses
         without_dense: leave the unpruned model out of the pool
     """
     settings = FitOptions(sizes=p, weights=lambda_, dense=not without_dense, **options)
-    method = settings.method()  # refuses wrong settings before anything is read
+    settings.method()  # refuses wrong settings before anything is read
     from lmeval_prune.reporting.quiet import silence_libraries
     from lmeval_prune.sprint.fit import fit
     from lmeval_prune.sprint.outcomes import OutcomeStore
 
     silence_libraries()
-    refuse_file(output, " for the router")
-    _check_same_router(output, {"encoder": encoder, **asdict(settings), "options": asdict(method)})
     training = OutcomeStore(outcomes).read()
     router = fit(training, encoder, settings)
     router.save(output)
-    _print_fit(router, output)
-    if training.uneven:
-        print(training.uneven)
-    if training.cut_off:
-        print(f"{training.cut_off}: the router learns which answers fit the limit; sweep again with more max_gen_toks")
-    if held_out := router.about["held_out"]:
-        print(f"{held_out} questions held out, for `lmeval-prune report sprint --test {outcomes}`")
-    return 0
-
-
-def _check_same_router(output: str, settings: dict[str, Any]) -> None:
-    """Raise `InputError` if a router of other options stands in a folder."""
-    from lmeval_prune.training.resuming import check_same_settings
-
-    path = Path(output) / "router.json"
-    if path.is_file():
-        router = read_json(path)
-        before = {"encoder": router.get("encoder"), **router.get("options", {})}
-        check_same_settings(json.loads(json.dumps(settings)), before, Path(output))
-
-
-def _print_fit(router: Any, output: str) -> None:
-    """Print what was fitted, and how it does on the validation questions."""
-    details = router.about
-    chosen = ", ".join(f"{name} = {value}" for name, value in details["chosen"].items())
-    print(f"{output}: {router.method} router over {len(router.pool)} heads, {chosen}")
+    about = router.about
+    print(f"{output}: {router.method} router over {len(router.pool)} heads, {about['chosen']}")
+    informative = about["questions"] - about["questions_no_head_solves"] - about["questions_all_heads_solve"]
     print(
-        f"{details['questions']} questions: {details['questions_no_head_solves']} solved by no head (left out by "
-        f"contrastive), {details['questions_all_heads_solve']} by all; {details['validation_questions']} for validation"
+        f"{about['questions']} questions, {informative} of them distinguish heads; "
+        f"{about['validation_questions']} for validation, {about['held_out']} held out for `report sprint`"
     )
-    informative = details["questions"] - details["questions_no_head_solves"] - details["questions_all_heads_solve"]
-    if informative < 30:
-        print(f"only {informative} questions distinguish heads: a router of so few may be chance; sweep more questions")
-    passes, dense = details["validation_pass"], details["validation_dense"]
-    if not passes:
-        print("no validation questions: whether the router's first try is worse than the unpruned model is not known")
-        return
-    print("validation: " + ", ".join(f"{k} {v:.3f}" for k, v in passes.items()))
-    if dense is not None and passes["pass@1"] < dense:
-        print(f"its first try is worse than the unpruned model ({dense:.3f})")
+    passes, dense = about["validation_pass"], about["validation_dense"]
+    if passes:
+        print("validation: " + ", ".join(f"{k} {v:.3f}" for k, v in passes.items()))
+        if dense is not None and passes["pass@1"] < dense:
+            print(f"its first try is worse than the unpruned model ({dense:.3f})")
+    for warning in filter(None, (training.uneven, training.cut_off)):
+        print(warning)
+    return 0
 
 
 def questions(outcomes: str, task: str, router: str | None = None) -> int:
@@ -163,12 +119,9 @@ def report(samples: Sequence[str] = (), **options: Any) -> int:
     Args:
         samples: NAME=FILE: samples file of a pass@N task (lm_eval --log_samples); may be repeated
     """
-    pairs = []
-    for text in samples:
-        name, _, path = text.partition("=")
-        if not path:
-            raise InputError(f"samples must be NAME=FILE, not {text!r}")
-        pairs.append((name, path))
+    pairs = [text.partition("=")[::2] for text in samples]
+    if wrong := [text for text in samples if not text.partition("=")[2]]:
+        raise InputError(f"samples must be NAME=FILE, not {wrong[0]!r}")
     settings = ReportOptions(samples=tuple(pairs), **options)
     from lmeval_prune.reporting.quiet import silence_libraries
     from lmeval_prune.sprint.report import write_report

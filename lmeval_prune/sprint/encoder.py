@@ -14,7 +14,6 @@ import torch
 
 from lmeval_prune.artefacts import check_finite
 from lmeval_prune.checkpoints import embedded
-from lmeval_prune.errors import InputError, first_line
 
 logger = logging.getLogger(__name__)
 
@@ -23,7 +22,7 @@ _EMBEDDINGS: MutableMapping[Any, dict[str, torch.Tensor]] = WeakKeyDictionary()
 
 
 def load_encoder(name: str) -> Any:
-    """Load a sentence-transformers model by name or folder, once for all routers; `InputError` if that fails."""
+    """Load a sentence-transformers model by name or folder, once for all routers."""
     folder = embedded.resolve(name)
     files = sorted(path for path in Path(folder).rglob("*") if path.is_file()) if Path(folder).is_dir() else []
     return _loaded(folder, name, tuple((str(path), path.stat().st_mtime_ns, path.stat().st_size) for path in files))
@@ -35,19 +34,7 @@ def _loaded(folder: str, name: str, files: tuple[tuple[str, int, int], ...]) -> 
     from sentence_transformers import SentenceTransformer
 
     logging.getLogger("sentence_transformers").setLevel(logging.WARNING)
-    if files and not (Path(folder) / "modules.json").is_file():
-        logger.warning(
-            "%s is no model of sentence-transformers (no modules.json): a text is embedded by the mean of its tokens' "
-            "last hidden states",
-            name,
-        )
-    try:
-        return SentenceTransformer(folder, device="cpu")
-    except Exception as error:  # a download or a damaged folder can raise anything
-        raise InputError(
-            f"the sentence encoder {name} cannot be loaded ({first_line(error)}); name a folder, or use "
-            f"{embedded.ENCODER} (`lmeval-prune models --get {embedded.ENCODER}`)"
-        ) from error
+    return SentenceTransformer(folder, device="cpu")
 
 
 def embed(encoder: Any, texts: Sequence[str]) -> torch.Tensor:

@@ -55,31 +55,6 @@ def _colours(curves: Sequence[Curve]) -> list[str]:
     ]
 
 
-def pass_at_tokens(curves: Sequence[Curve], stem: Path) -> None:
-    """Draw pass@N of all policies against the generated tokens of N tries, in the colours of `pass_at_n`."""
-    drawing, axes = figure(8.2, 4.6, f"pass@N by generated tokens, {len(curves[0].values)} questions (dots: N)")
-    ends = []
-    for curve, colour in zip(curves, _colours(curves), strict=True):
-        if curve.tokens is None:
-            continue
-        columns = np.flatnonzero(~np.isnan(curve.mean))
-        tokens = np.asarray(curve.mean_tokens)[columns]
-        axes.plot(
-            tokens,
-            curve.mean[columns],
-            marker="o",
-            ms=3,
-            lw=1.3,
-            color=colour,
-            ls="-" if curve.kind == "ordered" else "--",
-        )
-        ends.append((tokens[-1], curve.mean[columns[-1]], curve.name, {"color": colour, "weight": "normal"}))
-    axes.set(xlabel="generated tokens for each question", ylabel="pass@N")
-    axes.grid(axis="y", color="0.92")
-    label_ends(axes, ends)
-    save(drawing, stem)
-
-
 def _last_known(curve: Curve) -> tuple[float, float]:
     """Return the largest N with a known pass@N, and its pass@N."""
     last = int(np.flatnonzero(~np.isnan(curve.mean))[-1])

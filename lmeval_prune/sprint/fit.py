@@ -18,7 +18,7 @@ from lmeval_prune.sprint import encoder as encoders
 from lmeval_prune.sprint.options import FitOptions
 from lmeval_prune.sprint.outcomes import Outcomes
 from lmeval_prune.sprint.router import Router
-from lmeval_prune.sprint.routers.base import Candidate, Examples
+from lmeval_prune.sprint.routers.base import Examples
 
 
 def fit(outcomes: Outcomes, encoder: str, options: FitOptions | None = None) -> Router:
@@ -37,7 +37,12 @@ def fit(outcomes: Outcomes, encoder: str, options: FitOptions | None = None) -> 
     dense = torch.from_numpy(outcomes.z[:, outcomes.pool.index(DENSE)]) if DENSE in outcomes.pool else None
     if not options.dense:
         outcomes = outcomes.columns([name for name in outcomes.pool if name != DENSE])
-    _check_outcomes(outcomes)
+    observed = outcomes.z[outcomes.observed]
+    if not observed.size or observed.min() == observed.max():
+        raise InputError(
+            f"of {len(outcomes.texts)} questions that are not held out every head solves all or none: there is nothing "
+            f"to learn; sweep other questions"
+        )
     z = torch.from_numpy(outcomes.z)
     model = encoders.load_encoder(encoder)
     encoders.warn_of_long_texts(model, outcomes.texts)
@@ -94,22 +99,15 @@ def fit_embeddings(
     """
     method = options.method()
     validation, training = split(groups or range(len(z)), options.validation, options.seed)
-    if options.validation and not validation:
-        raise InputError(f"validation={options.validation:g} of {len(z)} questions is none; give more, or 0")
-    if options.validation and not (z[validation] == 1).any():
-        raise InputError("no validation question is solved by any head; sweep more questions, or set validation to 0")
-    if not (z[training] == 1).any():
-        raise InputError("no training question is solved by any head; sweep more or easier questions")
     examples = Examples(x[training], z[training], x[validation], z[validation], options.seed)
     dense_rate = float((dense[validation] == 1).double().mean()) if dense is not None and validation else None
     tried = []
     for candidate in method.candidates(examples):
-        _check(candidate, len(pool), options.router)
+        numbers = candidate.ranker.tensors | {"loss": torch.tensor(candidate.loss)}
+        check_finite(numbers, f"a candidate of router {options.router}", "mend its `candidates`")
         router = Router(candidate.ranker, pool, encoder, options.router)
         passes = mean_passes(router.ranking(examples.validation_x), examples.validation_z) if validation else {}
         tried.append((candidate, router, passes))
-    if not tried:
-        raise InputError(f"router {options.router} fitted nothing; mend its `candidates`")
     candidate, router, passes = max(tried, key=lambda item: (sum(item[2].values()), -item[0].loss))
     return replace(
         router,
@@ -131,39 +129,9 @@ def fit_embeddings(
     )
 
 
-def _check(candidate: Candidate, pool: int, name: str) -> None:
-    """Raise `InputError` for a candidate whose files could not be read, or whose loss decides nothing."""
-    ranker = candidate.ranker
-    try:
-        ranker.of(ranker.tensors, ranker.settings, pool)
-        check_finite(ranker.tensors | {"loss": torch.tensor(candidate.loss)}, "its candidate", "mend its `candidates`")
-    except InputError as error:
-        raise InputError(f"router {name}: {error}") from None
-
-
 def mean_passes(rankings: list[list[int]], z: Tensor, up_to: int = 8) -> dict[str, float]:
     """Return the mean pass@k for k = 1 … 8; an unknown outcome counts as not solved."""
     solved = (z == 1).tolist()
     ordered = [[row[j] for j in ranking] for row, ranking in zip(solved, rankings, strict=True)]
     ks = range(1, min(up_to, z.shape[1]) + 1)
     return {f"pass@{k}": sum(pass_ordered(row, k) for row in ordered) / len(ordered) for k in ks}
-
-
-def _check_outcomes(outcomes: Outcomes) -> None:
-    """Raise `InputError` for outcomes that a router cannot learn from."""
-    if len(outcomes.pool) < 2:
-        raise InputError("a router needs at least two heads to choose from; sweep more heads")
-    if len(set(outcomes.texts)) < 2:
-        raise InputError(
-            "a router needs at least two different questions that are not held out; sweep more, or lower holdout"
-        )
-    observed = outcomes.z[outcomes.observed]
-    if not observed.size or observed.max() == 0:
-        raise InputError(
-            f"none of the {len(outcomes.texts)} questions that are not held out is solved by any head: there is "
-            f"nothing to learn; sweep more or easier questions, or lower holdout"
-        )
-    if observed.min() == 1:
-        raise InputError(
-            "every head solves every question (Z is all one): there is nothing to learn; take harder questions"
-        )

@@ -45,16 +45,12 @@ class HeadTable:
 
     @classmethod
     def of(cls, outcomes: Outcomes, by: str | None = None) -> HeadTable:
-        """Tabulate outcomes; `InputError` if the unpruned model or all heads are missing."""
-        if DENSE not in outcomes.pool:
-            raise InputError("the store lacks the unpruned model, the baseline of all heads; sweep it too")
+        """Tabulate outcomes of the unpruned model and of single heads."""
         layers: dict[str, dict[int, str]] = defaultdict(dict)
         for column in outcomes.pool:
             if column != DENSE:
                 head = Head.named(column)
                 layers[head.layer_label][head.head] = column
-        if not layers:
-            raise InputError("the store has only the unpruned model; sweep some heads")
         rows_of = groups(outcomes, by)
         accuracy = {
             (group, column): float(value)

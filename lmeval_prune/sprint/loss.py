@@ -43,11 +43,6 @@ def agreement(z: Tensor) -> Tensor:
     return ((right.T @ right + wrong.T @ wrong) / counts.clamp(min=1)).to(z.dtype)
 
 
-def diversity_term(v: Tensor, s: Tensor) -> Tensor:
-    """Return Σ_{j<k} s_jk ‖v_j − v_k‖², a scalar."""
-    return (s * squared_distances(v, v)).triu(1).sum()
-
-
 def constrain(v: Tensor, diversity: str, radius: float) -> Tensor:
     """Project head embeddings into a ball or onto a sphere; leave them if `diversity` is `unbounded`.
 
@@ -64,4 +59,5 @@ def contrastive_loss(q: Tensor, v: Tensor, z: Tensor, s: Tensor, weight: float) 
     """Return eq. 1 with λ = `weight`; the first term is 0 if no question is solved."""
     losses = ranking_losses(q, v, z)
     ranking = losses.mean() if len(losses) else q.sum() * 0
-    return ranking - weight * diversity_term(v, s)
+    diversity = (s * squared_distances(v, v)).triu(1).sum()  # Σ_{j<k} s_jk ‖v_j − v_k‖²
+    return ranking - weight * diversity

@@ -27,8 +27,8 @@ import pyarrow as pa
 from typing_extensions import TypedDict
 
 from lmeval_prune.artefacts import parse_json, read_artefact, write_artefact
-from lmeval_prune.errors import InputError, first_line
-from lmeval_prune.models.answer_store import FILES, read_answers, read_table, write_table
+from lmeval_prune.errors import InputError
+from lmeval_prune.models.answer_store import read_answers, read_table, write_table
 from lmeval_prune.models.attempts import attempt_order
 from lmeval_prune.models.lengths import Ending, cut_off_note, merge_lengths, summarize_lengths
 
@@ -153,9 +153,6 @@ class Outcomes:
 
     def columns(self, names: Sequence[str]) -> Outcomes:
         """Select columns in the given order."""
-        missing = [name for name in names if name not in self.pool]
-        if missing:
-            raise InputError(f"the outcome store has no column {missing[0]}; it has {', '.join(self.pool)}")
         index = {name: i for i, name in enumerate(self.pool)}
         chosen = (slice(None), [index[name] for name in names])
         return replace(self, pool=list(names), **self._select(chosen))
@@ -194,21 +191,14 @@ class OutcomeStore:
     def read(self) -> Outcomes:
         """Read the outcomes of complete runs."""
         content = self.check()
-        if not self.cells_file.is_file():
-            raise InputError(f"{self.folder} has no outcomes yet; run `lmeval-prune sweep` to its end first")
         questions = read_table(self.questions_file, _QUESTIONS).to_pylist()
         cells = self._cells([*_KEY, *_READ]).to_pylist()
         if not questions or not cells:
             raise InputError(f"the outcome store {self.folder} is empty; run `lmeval-prune sweep` into it first")
-        try:
-            for row in questions:
-                row["attributes"] = parse_json(row["attributes"], "questions.parquet")
-            content, questions = self._finished(content, questions, cells)
-            return _outcomes(content, questions, cells)
-        except (KeyError, TypeError, ValueError) as error:
-            raise InputError(
-                f"{self.folder} is damaged: its files are inconsistent ({first_line(error)}); give a new folder"
-            ) from None
+        for row in questions:
+            row["attributes"] = parse_json(row["attributes"], "questions.parquet")
+        content, questions = self._finished(content, questions, cells)
+        return _outcomes(content, questions, cells)
 
     def _finished(
         self, content: dict[str, Any], questions: list[dict[str, Any]], cells: list[dict[str, Any]]
@@ -240,12 +230,6 @@ class OutcomeStore:
 
     def check(self) -> dict[str, Any]:
         """Read `store.json`."""
-        if self.folder.is_file():
-            raise InputError(f"{self.folder} is a file; an outcome store is a folder")
-        if not self.store_file.is_file():
-            raise InputError(
-                f"{self.folder} is not an outcome store (no store.json); write one with `lmeval-prune sweep`"
-            )
         content, _ = read_artefact(self.store_file, SCHEMA, SCHEMA_VERSION, StoreContents)
         return content
 
@@ -261,7 +245,6 @@ class OutcomeStore:
         Only one process of a run calls this.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
-        foreign = [path.name for path in self.folder.iterdir() if not path.name.startswith((".", *FILES))]
         rows: dict[Question, dict[str, Any]] = {}
         if self.store_file.exists():
             content = self.check()
@@ -269,8 +252,6 @@ class OutcomeStore:
             tasks = _merge_tasks(self.folder, content["tasks"], tasks)
             pool = [*content["pool"], *pool]
             rows = {Question.of(row): row for row in read_table(self.questions_file, _QUESTIONS).to_pylist()}
-        elif foreign:
-            raise InputError(f"{self.folder} holds {foreign[0]} and is not an outcome store; give a new folder")
         for row in questions:
             key = Question.of(row)
             if key in rows and rows[key]["prompt"] != row["prompt"]:
@@ -300,7 +281,6 @@ class OutcomeStore:
 
 
 def _outcomes(content: dict[str, Any], questions: list[dict[str, Any]], cells: list[dict[str, Any]]) -> Outcomes:
-    """Arrange the cells of a store in matrices."""
     pool = content["pool"]
     row_of = {Question.of(row): i for i, row in enumerate(questions)}
     column_of = {name: i for i, name in enumerate(pool)}
@@ -323,7 +303,6 @@ def _outcomes(content: dict[str, Any], questions: list[dict[str, Any]], cells: l
 
 
 def _lengths(cells: list[dict[str, Any]], tasks: dict[str, Any]) -> dict[str, Any]:
-    """Summarise the lengths of the cells' answers, and how many were cut off."""
     endings: dict[str, list[Ending | None]] = defaultdict(list)
     for cell in cells:
         is_complete = None not in (cell["length"], cell["cut_off"])
@@ -334,16 +313,9 @@ def _lengths(cells: list[dict[str, Any]], tasks: dict[str, Any]) -> dict[str, An
 
 def _merge_models(folder: Path, before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
     """Return a store's model identity with new adapters added; `InputError` if it is another model or backend."""
-    backends = [f"{model.get('server', 'this machine')} in {model.get('dtype')}" for model in (before, now)]
-    if backends[0] != backends[1] and "server" in {**before, **now}:
-        raise InputError(
-            f"{folder} has outcomes computed by {backends[0]}, these are by {backends[1]}: give a new folder"
-        )
-    if before.get("versions") != now.get("versions"):
-        raise InputError(f"{folder} has outcomes of other versions ({before.get('versions')}): give a new folder")
     old, new = before.get("adapters", {}), now.get("adapters", {})
     shared = old.keys() & new.keys()
-    _refuse_difference(folder, "adapter", *({name: adapters[name] for name in shared} for adapters in (old, new)))
+    _refuse_difference(folder, "adapters", *({name: adapters[name] for name in shared} for adapters in (old, new)))
     # a folder may be renamed, and `rounded` follows from the weights
     ignored = {"name": "", "rounded": [], "adapters": {}}
     _refuse_difference(folder, "model", {**before, **ignored}, {**now, **ignored})
@@ -363,10 +335,7 @@ def _merge_tasks(folder: Path, stored: dict[str, Any], tasks: dict[str, Any]) ->
 
 
 def _refuse_difference(folder: Path, subject: str, before: dict[str, Any], now: dict[str, Any]) -> None:
-    for key in sorted(before.keys() | now.keys()):
-        first, second = before.get(key), now.get(key)
-        if isinstance(first, dict) and isinstance(second, dict):
-            _refuse_difference(folder, f"{subject}, {key}", first, second)
-        elif first != second:
-            old, new = (str(value)[:60] for value in (first, second))
-            raise InputError(f"{folder} was made with {key}={old} ({subject}), now it is {new}; give a new folder")
+    """Raise `InputError` that names the settings of a subject that are others now."""
+    if changed := sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key)):
+        values = ", ".join(f"{key}={str(before.get(key))[:60]}" for key in changed[:3])
+        raise InputError(f"{folder} was made with other settings of the {subject} ({values}); give a new folder")

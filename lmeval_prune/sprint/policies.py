@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 
 from lmeval_prune.artefacts import digest
-from lmeval_prune.errors import InputError
 from lmeval_prune.sprint.outcomes import Outcomes
 from lmeval_prune.sprint.router import Router
 
@@ -66,9 +65,6 @@ def oracle(outcomes: Outcomes) -> Policy:
     """Order the heads that solve the question first: an upper bound, not a method."""
 
     def order(questions: Sequence[str]) -> list[list[str]]:
-        unknown = [question for question in questions if question not in outcomes.row_of]
-        if unknown:
-            raise InputError(f"the oracle's outcome store does not hold the question {unknown[0][:60]!r}")
         z = np.nan_to_num(outcomes.z[[outcomes.row_of[question] for question in questions]], nan=0.0)
         return [[outcomes.pool[j] for j in row] for row in np.argsort(-z, axis=1, kind="stable")]
 
@@ -82,8 +78,6 @@ def greedy_cover(z: np.ndarray, size: int) -> list[int]:
 
     Each step takes the column that solves most of the unsolved questions; ties by accuracy, then by pool order.
     """
-    if not 1 <= size <= z.shape[1]:
-        raise InputError(f"a shortlist of {size} cannot be taken from a pool of {z.shape[1]}")
     solved = z == 1
     unsolved, chosen = np.ones(len(z), bool), []
     for _ in range(size):

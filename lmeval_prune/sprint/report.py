@@ -16,7 +16,7 @@ import numpy as np
 import pandas as pd
 
 from lmeval_prune.artefacts import CREATED_BY, digest, write_text
-from lmeval_prune.errors import InputError, first_few, refuse_file
+from lmeval_prune.errors import InputError, first_few
 from lmeval_prune.models.attempts import DENSE, is_single_head
 from lmeval_prune.reporting.documents import render
 from lmeval_prune.reporting.statistics import holm, mean_interval, sign_flip_test
@@ -27,7 +27,6 @@ from lmeval_prune.sprint.head_table import HeadTable, changes, gains, gains_by_c
 from lmeval_prune.sprint.options import ReportOptions
 from lmeval_prune.sprint.outcomes import ANSWER_SETTINGS, Outcomes, OutcomeStore, comparable, warn_of_other_code
 from lmeval_prune.sprint.router import Router
-from lmeval_prune.sprint.routing import describe_interventions
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +34,6 @@ logger = logging.getLogger(__name__)
 def write_report(options: ReportOptions) -> Path:
     """Write the report; return the path of its Markdown file."""
     folder = Path(options.output)
-    refuse_file(folder, " for the report")
     test, train, router, notes = _read_inputs(options)
     for note in notes:
         logger.warning("%s", note)
@@ -47,9 +45,6 @@ def write_report(options: ReportOptions) -> Path:
     heads = _heads_section(test, options, folder)
 
     figures.pass_at_n(curves, bands, dense, folder / "pass_at_n")
-    costs = cost_table(curves)
-    if costs:
-        figures.pass_at_tokens(curves, folder / "pass_at_tokens")
     write_text(folder / "pass_at_n.csv", csv(_pass_rows(curves, bands)))
     numbers = {
         **_pass_json(curves, significance),
@@ -66,7 +61,6 @@ def write_report(options: ReportOptions) -> Path:
         router=router,
         dense=dense,
         passes=pass_table(curves),
-        costs=costs,
         tests=_difference_table(significance),
         choices=_choice_table(head_counts),
         heads=heads,
@@ -100,28 +94,33 @@ def _heads_section(test: Outcomes, options: ReportOptions, folder: Path) -> dict
 def _read_inputs(options: ReportOptions) -> tuple[Outcomes, Outcomes | None, Router | None, list[str]]:
     """Read the test store, the training store and the router; raise `InputError` if they do not match.
 
-    The last item has notes: what is left out, and other answers than those of the test store.
+    The last item has notes: what is left out.
     """
     test = OutcomeStore(options.test).read()
     train = OutcomeStore(options.train).read() if options.train else None
     router = Router.load(options.router) if options.router else None
     if router:
         test, train = _split_held_out(test, train, router)
-    models = {"test": test.model, "train": train.model if train else {}}
-    _check_models({**models, "router": router.about.get("model") or {} if router else {}})
+    read = [test.model, *([train.model] if train else []), *([router.about.get("model") or {}] if router else [])]
+    models = [model for model in read if model]
+    known = ("server", "dtype", "checkpoint")  # of a served model, which has no weights
+    weights = [model.get("weights") or [model[name] for name in known if name in model] for model in models]
+    pruning = [model.get("interventions", []) for model in models]
+    if len(set(map(json.dumps, zip(weights, pruning, strict=True)))) > 1:
+        raise InputError("stores and router are of different models, or of one under different pruning; use the same")
     notes: list[str] = []
     if train:
-        _check_disjoint(test.texts, train.texts)
-        notes += _compare_settings(test, train.tasks, "the two stores")
+        if shared := set(test.texts) & set(train.texts):
+            raise InputError(f"{len(shared)} of the test questions are also training questions; use disjoint splits")
+        _check_scoring(test, train.tasks, "the two stores")
     if router:
-        notes += _compare_settings(test, router.about.get("tasks", {}), "the test store and the router's outcomes")
+        _check_scoring(test, router.about.get("tasks", {}), "the test store and the router's outcomes")
     if partial := [name for name, column in zip(test.pool, test.observed.T, strict=True) if not column.all()]:
         notes.append(
             f"left out are columns without outcomes of all questions: {first_few(partial, most=3)}; `lmeval-prune "
             f"sweep` over the whole pool gives them"
         )
         test = test.columns([name for name in test.pool if name not in partial])
-    _check_sizes(options, test, train, router)
     return test, train, router, notes
 
 
@@ -139,64 +138,18 @@ def _split_held_out(test: Outcomes, train: Outcomes | None, router: Router) -> t
     return test.rows(np.flatnonzero(~is_fitted)), train or test.rows(np.flatnonzero(is_fitted))
 
 
-def _check_models(models: dict[str, dict[str, Any]]) -> None:
-    """Refuse different models, or one model under different pruning of its own."""
-    identities = {name: identity for name, model in models.items() if (identity := _model_identity(model))}
-    if len(set(identities.values())) > 1:
-        parts = ", ".join(f"{name}: {models[name].get('name')} {identities[name]}" for name in identities)
-        raise InputError(f"stores and router are of different models ({parts}); use the same model")
-    if len({json.dumps(models[name].get("interventions", [])) for name in identities}) > 1:
-        under = ", ".join(
-            f"{name}: {describe_interventions(models[name].get('interventions', []))}" for name in identities
-        )
-        raise InputError(f"stores and router are of one model under different pruning ({under}); use the same")
-
-
-def _check_disjoint(test: Sequence[str], train: Sequence[str]) -> None:
-    """Refuse test questions that are training questions, too, by their texts."""
-    if shared := set(test) & set(train):
-        raise InputError(
-            f"{len(shared)} of the test questions are also training questions, e.g. {min(shared)[:60]!r}; use disjoint "
-            f"splits"
-        )
-
-
-def _compare_settings(test: Outcomes, tasks: Mapping[str, Any], subject: str) -> list[str]:
-    """Refuse other scoring of a task than the test store's; return notes on other answers, of which a run warns."""
-    notes = []
+def _check_scoring(test: Outcomes, tasks: Mapping[str, Any], subject: str) -> None:
+    """Refuse other scoring of a task than the test store's."""
     for task in sorted(test.tasks.keys() & tasks.keys()):
         settings, others = comparable(test.tasks[task]), comparable(tasks[task])
-        keys = sorted(settings.keys() | others.keys())
-        different = [key for key in keys if settings.get(key) != others.get(key)]
-        if scoring := [key for key in different if key not in ANSWER_SETTINGS]:
-            raise InputError(f"{subject} have different settings of {task} ({', '.join(scoring)}); sweep both alike")
-        if different:
-            notes.append(
-                f"{subject} have different settings of {task} ({', '.join(different)}): an order made from the one may "
-                f"not suit the other; sweep both alike"
-            )
+        keys = sorted((settings.keys() | others.keys()) - {*ANSWER_SETTINGS})
+        if different := [key for key in keys if settings.get(key) != others.get(key)]:
+            raise InputError(f"{subject} have different settings of {task} ({', '.join(different)}); sweep both alike")
         warn_of_other_code(task, test.tasks[task], tasks[task])
-    return notes
-
-
-def _check_sizes(options: ReportOptions, test: Outcomes, train: Outcomes | None, router: Router | None) -> None:
-    pool = _pool(test, router)
-    sizes = {"pool": len(pool), "shortlist (--shortlist)": options.shortlist}
-    if train:
-        sizes["training store's pool"] = len(set(train.pool) & set(pool))
-    for name, size in sizes.items():
-        if options.n > size:
-            raise InputError(
-                f"n={options.n} tries need as many heads, but the {name} has {size}; give --n {size} or less"
-            )
 
 
 def _pool(test: Outcomes, router: Router | None) -> list[str]:
     return router.pool if router else test.pool
-
-
-def _model_identity(model: dict[str, Any]) -> Any:
-    return model.get("weights") or tuple(model[name] for name in ("server", "dtype", "checkpoint") if name in model)
 
 
 def _curves(options: ReportOptions, test: Outcomes, train: Outcomes | None, router: Router | None) -> list[Curve]:
@@ -254,17 +207,7 @@ def pass_table(curves: Sequence[Curve]) -> str:
     return markdown(pd.DataFrame(rows, columns=names), ["policy", "estimate"])
 
 
-def cost_table(curves: Sequence[Curve]) -> str:
-    """Return a Markdown table of the mean number of generated tokens of the first N tries; empty if none is known."""
-    measured = [(curve.name, curve.mean_tokens) for curve in curves if curve.mean_tokens is not None]
-    rows = [[name, *("" if np.isnan(value) else f"{value:.0f}" for value in values)] for name, values in measured]
-    if not rows:
-        return ""
-    return markdown(pd.DataFrame(rows, columns=["policy", *(f"N = {k}" for k in range(1, len(rows[0])))]), ["policy"])
-
-
 def _difference_table(tests: dict[str, list[dict[str, float]]]) -> str:
-    """Return a Markdown table of the router's differences and p-values, significant ones bold; empty without tests."""
     if not tests:
         return ""
 
@@ -277,7 +220,6 @@ def _difference_table(tests: dict[str, list[dict[str, float]]]) -> str:
 
 
 def _choice_table(choices: Sequence[Counter[str]]) -> str:
-    """Return a Markdown table of the heads that the router chose for each try."""
     rows = [
         (k, len(counts), ", ".join(f"{name} ({count})" for name, count in counts.most_common(4)))
         for k, counts in enumerate(choices, 1)

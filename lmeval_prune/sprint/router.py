@@ -105,14 +105,15 @@ class Router:
     @classmethod
     def load(cls, folder: str | os.PathLike[str]) -> Router:
         """Read a router; a warning says so if its method has another version now."""
-        if not (Path(folder) / "router.json").is_file():
-            raise InputError(f"{folder} is not a router (no router.json); write one with `lmeval-prune fit`")
-        try:
-            content, sha256 = read_artefact(Path(folder) / "router.json", SCHEMA, SCHEMA_VERSION, RouterContents)
-            tensors = read_tensors(Path(folder) / "router.safetensors", content.pop("tensors_sha256"))
-            router = cls._of(content, tensors, sha256)
-        except InputError as error:
-            raise InputError(f"the router in {folder} cannot be used: {error}; fit it again") from None
+        content, sha256 = read_artefact(Path(folder) / "router.json", SCHEMA, SCHEMA_VERSION, RouterContents)
+        tensors = read_tensors(Path(folder) / "router.safetensors", content.pop("tensors_sha256"))
+        about = {"chosen": {}} | {key: value for key, value in content.items() if key not in ENVELOPE}
+        pool, encoder, method = about.pop("pool"), about.pop("encoder"), about.pop("router")
+        kind, recorded = ROUTERS.load(method).ranker, about.pop("class", None)
+        if class_record(kind).get("class") != recorded:
+            raise InputError(f"router={method} is {import_path(kind)} now, and was {recorded or 'of this package'}")
+        ranker = kind.of(tensors, about.pop("settings", {}), len(pool))
+        router = cls(ranker, pool, encoder, method, about, sha256)
         before, now = router.about.get("method_version", 1), ROUTERS.load(router.method).version
         if before != now:
             logger.warning(
@@ -121,16 +122,3 @@ class Router:
                 folder, before, router.method, now
             )  # fmt: skip
         return router
-
-    @classmethod
-    def _of(cls, content: dict[str, Any], tensors: dict[str, Tensor], sha256: str) -> Router:
-        """Create a router from the content of its files."""
-        about = {"chosen": {}} | {key: value for key, value in content.items() if key not in ENVELOPE}
-        pool, encoder, method = about.pop("pool"), about.pop("encoder"), about.pop("router")
-        settings = about.pop("settings", {})
-        if len(set(pool)) < len(pool):
-            raise InputError("its pool has an entry twice")
-        kind, recorded = ROUTERS.load(method).ranker, about.pop("class", None)
-        if class_record(kind).get("class") != recorded:
-            raise InputError(f"router={method} is {import_path(kind)} now, and was {recorded or 'of this package'}")
-        return cls(kind.of(tensors, settings, len(pool)), pool, encoder, method, about, sha256)

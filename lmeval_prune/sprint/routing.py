@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-from lmeval_prune.architectures import Head, ModelMap, head_names
+from lmeval_prune.architectures import Head, ModelMap
 from lmeval_prune.artefacts import digest
-from lmeval_prune.errors import InputError
+from lmeval_prune.errors import InputError, brief
 from lmeval_prune.interventions.base import check_weights
 from lmeval_prune.models.arguments import Arguments
 from lmeval_prune.models.attempts import DENSE, attempt_order
 from lmeval_prune.models.head_router import POLICIES, HeadRouter
-from lmeval_prune.models.lengths import has_template, template_ends
 from lmeval_prune.sprint import policies
 from lmeval_prune.sprint.outcomes import OutcomeStore, question_field
 from lmeval_prune.sprint.policies import Policy
@@ -38,40 +36,28 @@ class Routing(HeadRouter):
         self.model: dict[str, Any] = {}  # identity of the model that the router or the outcomes were made for
         self._training_questions: frozenset[str] = frozenset()  # digests of the questions that the policy was made from
         self._repeated: set[str] = set()  # of these, what this run answers
-        self._settings: list[dict[str, Any]] = []  # of the tasks that these are from
         self._random_pool, self._seed = arguments.router_pool, arguments.router_seed
         self.policy: Policy  # `fit_to` sets it if `router_pool` is given
         default_field: str | None = None
         if self.source not in POLICIES:
             default_field = self._load_router(arguments)
-        elif arguments.router_pool:  # `fit_to` makes the policy, because the pool depends on the model's heads
-            if self.source != "random":
-                raise InputError(
-                    f"router_pool is for router=random; router={self.source} takes its pool from router_store"
-                )
-            if names := [name for name in arguments.router_pool.split("+") if name != DENSE]:
-                head_names(names)  # refuses misspelt names
-        else:
+        elif arguments.router_pool and self.source != "random":
+            raise InputError(f"router_pool is for router=random; router={self.source} takes its pool from router_store")
+        elif not arguments.router_pool:  # `fit_to` makes the policy, because the pool depends on the model's heads
             default_field = self._load_store(arguments)
         self.question_field = arguments.question_field or default_field or "question"
 
     def _load_router(self, arguments: Arguments) -> str | None:
-        """Load a fitted router; return the question field of its training tasks."""
-        if not Path(self.source).is_dir():
-            raise InputError(f"router={self.source} is not a folder; name a fitted router or {', '.join(POLICIES)}")
         if arguments.router_store or arguments.router_pool:
             raise InputError("a fitted router has its own pool; leave out router_store and router_pool")
         router = Router.load(self.source)
         self.model = router.about.get("model", {})
         self.policy, self._training_questions = policies.nearest(router), frozenset(router.about.get("seen", ()))
-        self._settings = list(router.about.get("tasks", {}).values())
         return question_field(router.about.get("tasks", {}))
 
     def _load_store(self, arguments: Arguments) -> str | None:
-        """Make a policy from an outcome store; return the question field of its tasks."""
         if not arguments.router_store:
-            extra = ", or router_pool=HEADS" if self.source == "random" else ""
-            raise InputError(f"router={self.source} needs router_store=FOLDER, an outcome store{extra}")
+            raise InputError(f"router={self.source} needs router_store=FOLDER, an outcome store")
         outcomes = OutcomeStore(arguments.router_store).read()
         self.model = outcomes.model
         if self.source == "random":
@@ -81,10 +67,7 @@ class Routing(HeadRouter):
         else:
             self.policy = {"best": policies.best, "oracle": policies.oracle}[self.source](outcomes)
         if self.source not in ("random", "oracle"):  # one reads no outcomes, and nobody takes the other for a test
-            self._training_questions, self._settings = (
-                frozenset(map(digest, outcomes.texts)),
-                list(outcomes.tasks.values()),
-            )
+            self._training_questions = frozenset(map(digest, outcomes.texts))
             if outcomes.uneven:
                 logger.warning("%s: %s", arguments.router_store, outcomes.uneven)
         return question_field(outcomes.tasks)
@@ -101,8 +84,8 @@ class Routing(HeadRouter):
             expected = self.model.get("interventions", [])
             if expected != interventions:
                 raise InputError(
-                    f"{subject} {name or 'a model'} under {describe_interventions(expected)}, not "
-                    f"{describe_interventions(interventions)}; {fix}"
+                    f"{subject} {name or 'a model'} under {brief(str(expected), 80)}, not "
+                    f"{brief(str(interventions), 80)}; {fix}"
                 )
         if self._random_pool:
             names = self._random_pool.split("+")
@@ -127,8 +110,6 @@ class Routing(HeadRouter):
         questions = [q for q in dict.fromkeys(map(self._question, requests)) if q not in self.orders]
         if self._training_questions:
             self._warn_of_training_questions(questions, lm)
-        if self._settings and lm.rank == 0:
-            self._warn_of_settings(requests, lm.tokenizer)
         if questions:
             self.orders |= zip(questions, self.policy.order(questions), strict=True)
 
@@ -144,44 +125,12 @@ class Routing(HeadRouter):
                 *(self.source, len(repeated), len(answered)),
             )
 
-    def _warn_of_settings(self, requests: Sequence[Any], tokenizer: Any) -> None:
-        """Warn, once, of prompts in another form, or another limit of tokens, than the policy was made from."""
-        swept, answered = [], []
-        templates = {bool(settings.get("chat_template")) for settings in self._settings if "chat_template" in settings}
-        if len(templates) == 1 and (ends := template_ends(tokenizer)):
-            (in_template,) = templates
-            if any(has_template(request.args[0], ends) != in_template for request in requests):
-                words = ["to prompts in the model's chat template", "to prompts without the chat template"]
-                swept, answered = [words[not in_template]], [words[in_template]]
-        before, now = (
-            {limit for settings in settings_list if (limit := settings.get("max_gen_toks"))}
-            for settings_list in (
-                [s.get("generation") or {} for s in self._settings],
-                [request.args[1] for request in requests],
-            )
-        )
-        if before and now - before:
-            swept.append(f"of at most {max(before)} tokens")
-            answered.append(f"of at most {max(now - before)} tokens")
-        if swept:
-            logger.warning(
-                "router=%s was made from answers %s, these are %s: its order may not suit them; sweep and run alike",
-                *(self.source, " and ".join(swept), " and ".join(answered)),
-            )
-            self._settings = []
-
     def order(self, request: Any) -> Sequence[str]:
         """Return the pool in the order of the tries at the request's question."""
         return self.orders[self._question(request)]
 
     def _question(self, request: Any) -> str:
-        document = request.doc or {}
-        if self.question_field not in document:
-            raise InputError(
-                f"task {request.task_name} has no question field {self.question_field!r} for the router; its documents "
-                f"have {', '.join(document)}: choose a field with question_field="
-            )
-        return str(document[self.question_field])
+        return str(request.doc[self.question_field])
 
     @property
     def info(self) -> dict[str, Any]:
@@ -190,15 +139,3 @@ class Routing(HeadRouter):
         identity = {**self.policy.identity, "question_field": self.question_field}
         repeated = {"training_questions": len(self._repeated)} if self._repeated else {}
         return {"source": self.source, "pool": list(self.pool), **identity, **note, **repeated}
-
-
-def describe_interventions(interventions: list[Any]) -> str:
-    """Describe interventions for a message. A string among them is the digest of the model's layers."""
-    words = []
-    for identity in interventions:
-        if isinstance(identity, dict):
-            fields = [f"{name}={value}" for name, value in identity.items() if name not in ("method", "version")]
-            words.append(f"{identity.get('method')} ({', '.join(fields)[:60]})")
-        else:
-            words.append(f"layers {identity[:8]}")
-    return " and ".join(words) or "no other pruning"

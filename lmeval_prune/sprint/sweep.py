@@ -112,27 +112,19 @@ class Sweep:
             metadata["data_split"] = options.split
         tasks = load_tasks(task_manager(metadata), options.tasks)
         for name, task in tasks.items():
-            self._check_task(name, task)
+            settings = {**(task.get_config("generation_kwargs") or {}), **options.gen_kwargs}
+            if task.get_config("output_type") != "generate_until" or (task.get_config("repeats") or 1) > 1:
+                raise InputError(f"task {name} is not swept: a sweep needs a generative task without repeats")
+            if generation.is_sampling(settings):
+                raise InputError(
+                    f"task {name} samples; a sweep is greedy: add do_sample=false,temperature=0 to gen_kwargs"
+                )
             self.scored_splits[name] = scored_splits(task)  # before another one is chosen
             self._choose_split(name, task)
         swept_tasks = {}
         for name, task in sorted(tasks.items()):
-            swept_tasks[name] = task = swept(task, options.metric, options.question_field, options.split)
-            if task.question_field not in task.eval_docs[0]:
-                raise InputError(
-                    f"task {name} has no question field {task.question_field!r}; its documents have "
-                    f"{', '.join(task.eval_docs[0])}: choose a field with --question_field"
-                )
+            swept_tasks[name] = swept(task, options.metric, options.question_field, options.split)
         return swept_tasks
-
-    def _check_task(self, name: str, task: Task) -> None:
-        settings = {**(task.get_config("generation_kwargs") or {}), **self.options.gen_kwargs}
-        if task.get_config("output_type") != "generate_until":
-            raise InputError(f"task {name} is not generative; a sweep needs generated answers")
-        if (task.get_config("repeats") or 1) > 1:
-            raise InputError(f"task {name} has repeats; sweep the greedy task without repeats")
-        if generation.is_sampling(settings):
-            raise InputError(f"task {name} samples; a sweep is greedy: add do_sample=false,temperature=0 to gen_kwargs")
 
     def _choose_split(self, name: str, task: Task) -> None:
         split = self.options.split
@@ -143,7 +135,7 @@ class Sweep:
         if "prune_data" in (task.get_config("dataset_kwargs") or {}):  # this package's tasks have read data_split
             if shots and task.get_config("fewshot_split") in split_names(split):
                 raise InputError(f"task {name} takes its exemplars from {split}; use another split, or no exemplars")
-        elif split in task.dataset:
+        else:
             if shots and unnamed_exemplar_split(task) == split:
                 raise InputError(
                     f"task {name} takes its exemplars from {split}, and lm-eval leaves a question out of its own "
@@ -151,8 +143,6 @@ class Sweep:
                     f"use another split, or no exemplars"
                 )
             task.set_config(key="test_split", value=split)
-        else:
-            raise InputError(f"task {name} has no split {split!r}; it has {', '.join(task.dataset)}")
 
     def _draw(self, tasks: dict[str, SweptTask]) -> dict[str, list[int]]:
         """Draw the document indices of each task by the seed, from all tasks together."""
@@ -172,8 +162,6 @@ class Sweep:
         for name in ("responses", "router"):
             if name in arguments:
                 raise InputError(f"a sweep does not take the model argument {name}")
-        if "base_url" in arguments:
-            raise InputError("name the servers of a sweep by --server URL; leave base_url out of the model_args")
         arguments = {**arguments, "responses": self.options.output, "router": pool}
         if self.options.server:
             return PrunedServerLM(self.options.server, **arguments)
@@ -193,10 +181,6 @@ class Sweep:
         random.seed(DEFAULT_RANDOM_SEED)  # as the evaluation does, so that a resumed run has the same prompts
         np.random.seed(DEFAULT_OTHER_SEED)
         for name, task in tasks.items():
-            if len(doc_ids[name]) < lm.world_size:
-                raise InputError(
-                    f"{len(doc_ids[name])} questions of {name} cannot be shared by {lm.world_size} processes"
-                )
             configure(task, repeats, self.options.num_fewshot, self.options.gen_kwargs)
             task.build_all_requests(
                 samples=doc_ids[name],
@@ -224,6 +208,7 @@ class Sweep:
         """Return all settings of a task that outcomes depend on, as JSON."""
         template = lm.chat_template(True) if self.options.apply_chat_template else ""
         code = code_digest(task, dict(vars(task.config)), own=False)
+        function = task.get_config("process_results")
         return {
             "generation": json.loads(json.dumps(task.get_config("generation_kwargs"), default=str)),
             "num_fewshot": task.get_config("num_fewshot"),
@@ -232,20 +217,13 @@ class Sweep:
             "metric": f"{task.metric},{task.filter}",
             "question_field": task.question_field,
             "version": str((task.get_config("metadata") or {}).get("version", "")),
-            "scoring": _scoring(task),
+            "scoring": f"{function.__module__}:{function.__qualname__}" if callable(function) else "",
             "scored_splits": self.scored_splits[name],
             **({"code": code} if code else {}),
         }
 
 
-def _scoring(task: SweptTask) -> str:
-    """Return the name of the function that scores a task, as `MODULE:NAME`; empty without one."""
-    function = task.get_config("process_results")
-    return f"{function.__module__}:{function.__qualname__}" if callable(function) else ""
-
-
 def _questions(tasks: dict[str, SweptTask]) -> list[dict[str, Any]]:
-    """Return the rows of `questions.parquet`."""
     rows = []
     for name, task in tasks.items():
         for doc_id, prompt in sorted(task.prompts.items()):
@@ -257,7 +235,6 @@ def _questions(tasks: dict[str, SweptTask]) -> list[dict[str, Any]]:
 
 
 def _cells(tasks: dict[str, SweptTask], samples: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """Return the rows of `cells.parquet` from lm-eval's samples."""
     cells = []
     for name, rows in samples.items():
         for row in rows:
@@ -277,7 +254,6 @@ def _cells(tasks: dict[str, SweptTask], samples: dict[str, list[dict[str, Any]]]
 
 
 def _identity(lm: Model) -> dict[str, Any]:
-    """Return the identity of a model in a store."""
     name = str(getattr(lm.config, "_name_or_path", ""))
     identity = {"name": Path(name).name or name, **lm.identity, "interventions": lm.answering.interventions()}
     identity |= {"versions": lm.answering.versions}

@@ -50,8 +50,6 @@ class Ranker(Settings, ABC):
     def of(cls, tensors: Mapping[str, Tensor], settings: Mapping[str, Any], pool: int) -> Self:
         """Create a ranker from stored fields; `InputError` if they are not those of a pool of this size."""
         sizes = {"pool": pool}
-        if stray := settings.keys() & cls.shapes.keys():
-            raise InputError(f"its settings have {min(stray)}, which is a tensor")
         fit = tensors.keys() == cls.shapes.keys() and all(
             tensors[name].is_floating_point()
             and tensors[name].ndim == len(names)

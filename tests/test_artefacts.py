@@ -30,6 +30,7 @@ from torch import nn
 
 from lmeval_prune import InputError, map_model
 from lmeval_prune.artefacts import (
+    Work,
     check_writable,
     file_name,
     locks,
@@ -49,8 +50,8 @@ from lmeval_prune.interventions import load_intervention
 from lmeval_prune.interventions import plan as plan_module
 from lmeval_prune.interventions.plan import Plan
 from lmeval_prune.models.answer_store import AnswerStore, read_answers
-from lmeval_prune.pruners.layer_store import LayerStore, Removal
-from lmeval_prune.pruners.score_store import ScoreStore
+from lmeval_prune.pruners.parts import Removal
+from lmeval_prune.pruners.stores import load_layer, load_scores, save_layer, save_scores, sums
 from lmeval_prune.sprint.router import Router
 from lmeval_prune.sprint.routers.contrastive import NearestHeads
 from lmeval_prune.surgery.cut import cut_to
@@ -449,32 +450,33 @@ def _answers(compacted: bool) -> Callable[[Path], Kind]:
 def _layers(folder: Path) -> Kind:
     removed = {"heads.L0": {1}, "channels.L0": {2, 3}}
     removal = Removal(removed, {"L0.o_proj.weight": torch.ones(2, 2)}, {"L0.o_proj": 0.5})
-    LayerStore(folder / "layers", "plan").save("L0", removal)
+    save_layer(Work(folder / "layers", {"of": "plan"}), "L0", removal)
 
     def read() -> Any:
         shutil.rmtree(folder / "copy", ignore_errors=True)  # what is of another plan is removed
-        result = LayerStore(shutil.copytree(folder / "layers", folder / "copy"), "plan").load("L0")
+        copy = shutil.copytree(folder / "layers", folder / "copy")
+        result = load_layer(Work(copy, {"of": "plan"}, restart=True), "L0")
         if result is None:  # it is made again
             raise InputError("not known")
         return result.removed, tensors_of(result.compensation), result.damping
 
-    return Kind([folder / "layers" / name for name in ("about.json", "L0.safetensors")], read)
+    return Kind([folder / "layers" / name for name in ("settings.json", "L0.safetensors")], read)
 
 
 def _scores(folder: Path) -> Kind:
-    store = ScoreStore(folder / "scoring", "plan")
-    store.save("heads", {"heads.L0": torch.ones(2)}, {"heads.L0": torch.zeros(4)})
+    work = Work(folder / "scoring", {"of": "plan"})
+    save_scores(work, "heads", {"heads.L0": torch.ones(2)}, {"heads.L0": torch.zeros(4)})
     write_text(folder / "scoring" / "layers.json", json.dumps({"0.layers.L0": 1.5, "1.layers.L0": 2.0}))
 
     def read() -> Any:
         shutil.rmtree(folder / "copy", ignore_errors=True)  # what is of another plan is removed
-        store = ScoreStore(shutil.copytree(folder / "scoring", folder / "copy"), "plan")
-        scores, sums = store.load("heads"), store.sums("layers")
-        if scores is None or not (sums.has(0, "layers.L0") and sums.has(1, "layers.L0")):  # they are computed again
+        work = Work(shutil.copytree(folder / "scoring", folder / "copy"), {"of": "plan"}, restart=True)
+        scores, known = load_scores(work, "heads"), sums(work, "layers")
+        if scores is None or not (known.has(0, "layers.L0") and known.has(1, "layers.L0")):  # they are computed again
             raise InputError("not known")
-        return tensors_of(scores[0]), tensors_of(scores[1] or {}), sums.total(2, "layers.L0")
+        return tensors_of(scores[0]), tensors_of(scores[1] or {}), known.total(2, "layers.L0")
 
-    return Kind([folder / "scoring" / name for name in ("about.json", "heads.safetensors", "layers.json")], read)
+    return Kind([folder / "scoring" / name for name in ("settings.json", "heads.safetensors", "layers.json")], read)
 
 
 KINDS: dict[str, Callable[[Path], Kind]] = {

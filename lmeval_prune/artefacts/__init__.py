@@ -29,6 +29,7 @@ from lmeval_prune.artefacts.reading import (
     read_texts,
     validate_json,
 )
+from lmeval_prune.artefacts.work import Work, check_same
 from lmeval_prune.artefacts.writing import (
     CREATED_BY,
     ENVELOPE,
@@ -42,10 +43,10 @@ from lmeval_prune.artefacts.writing import (
     write_bytes,
     write_text,
 )
-from lmeval_prune.artefacts.work import Work, check_same
 
 __all__ = [
-    "CREATED_BY", "ENVELOPE", "NONFINITE_REMEDY", "TABLES", "TEMPORARY_PREFIX", "Work", "cache_folder", "check_finite", "check_same",
+    "CREATED_BY", "ENVELOPE", "NONFINITE_REMEDY", "TABLES", "TEMPORARY_PREFIX", "Work", "cache_folder", "check_finite",
+    "check_same",
     "check_writable", "content_digest", "create_folder", "digest", "file_lock", "file_name", "files_digest",
     "final_path", "lock_path", "new_file", "new_folder", "numbered_lines", "open_append", "output_lock",
     "parse_json", "read_artefact", "read_json", "read_lines", "read_table", "read_tensors", "read_texts",

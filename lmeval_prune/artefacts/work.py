@@ -78,7 +78,7 @@ def check_same(before: Mapping[str, Any], now: Mapping[str, Any], made: object) 
 
 
 def difference(before: Any, now: Any, name: str = "") -> tuple[str, Any, Any] | None:
-    """Return the first field in which two JSON values differ, by names with dots, and both values; None if none does."""
+    """Return the first field in which two JSON values differ, by names with dots, and its two values; None: none."""
     if isinstance(before, Mapping) and isinstance(now, Mapping):
         fields = (difference(before.get(key), now.get(key), f"{name}.{key}") for key in dict.fromkeys([*before, *now]))
         return next(filter(None, fields), None)

@@ -52,14 +52,13 @@ def importance(
     if text_options.text:
         check_exists(text_options.text)
     from lmeval_prune.architectures import map_model
-    from lmeval_prune.artefacts import check_writable
+    from lmeval_prune.artefacts import Work, check_writable
     from lmeval_prune.checkpoints.skeleton import skeleton_of, with_weights
     from lmeval_prune.interventions.plan import Plan
     from lmeval_prune.pruners.base import check_scores, make_pruner, per_member
     from lmeval_prune.pruners.estimate import Estimate
-    from lmeval_prune.pruners.layer_store import Removal
-    from lmeval_prune.pruners.parts import DEPTH_KINDS, HEADS, KINDS, depth_parts_of, parts_of
-    from lmeval_prune.pruners.score_store import ScoreStore
+    from lmeval_prune.pruners.parts import DEPTH_KINDS, HEADS, KINDS, Removal, depth_parts_of, parts_of
+    from lmeval_prune.pruners.stores import sums
     from lmeval_prune.reporting.maps import draw_scores
 
     pruner, torch_device = make_pruner(method, options or {}), resolve_device(device)
@@ -74,10 +73,11 @@ def importance(
     read = replace(calibration, report=Estimate("scoring", partial(print, flush=True))) if calibration else None
     rows: dict[str, list[float]]
     if pruner.depth_only:
-        identity = [pruner.identity, model_map.weights, calibration.record()] if calibration else None
-        sums = ScoreStore(_work_folder(output), identity).sums("scores") if identity else None
-        depth = depth_parts_of(model_map)
-        scores = check_scores(pruner, pruner.depth_scores(model_map, read, depth, Removal(), sums), depth).values
+        depth, known = depth_parts_of(model_map), None
+        if calibration:
+            settings = {**pruner.identity, "model": model_map.weights, "calibration": calibration.record()}
+            known = sums(Work(_work_folder(output), settings, restart=True), "scores")
+        scores = check_scores(pruner, pruner.depth_scores(model_map, read, depth, Removal(), known), depth).values
         shown = [kind for kind in DEPTH_KINDS if any(key.startswith(f"{kind}.") for key in scores)]
         labels = dict.fromkeys(key.partition(".")[2] for key in scores)
         rows = {x: [float(scores.get(f"{kind}.{x}", float("nan"))) for kind in shown] for x in labels}

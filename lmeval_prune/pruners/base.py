@@ -19,9 +19,8 @@ from lmeval_prune.artefacts import check_finite
 from lmeval_prune.config import Settings
 from lmeval_prune.errors import InputError
 from lmeval_prune.pruners.calibration import CalibrationText
-from lmeval_prune.pruners.layer_store import Removal
-from lmeval_prune.pruners.parts import DEPTH_KINDS, HEADS, KINDS, DepthPart, Part, Removed
-from lmeval_prune.pruners.score_store import Sums
+from lmeval_prune.pruners.parts import DEPTH_KINDS, HEADS, KINDS, DepthPart, Part, Removal, Removed
+from lmeval_prune.pruners.stores import Sums
 from lmeval_prune.pruners.table import PRUNERS
 from lmeval_prune.registry import class_record, is_own
 

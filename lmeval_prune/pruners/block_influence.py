@@ -19,9 +19,8 @@ from lmeval_prune.architectures import ModelMap
 from lmeval_prune.interventions.base import change_output
 from lmeval_prune.pruners.base import DepthPruner, Scores
 from lmeval_prune.pruners.calibration import CalibrationText
-from lmeval_prune.pruners.layer_store import Removal
-from lmeval_prune.pruners.parts import LAYERS, DepthPart
-from lmeval_prune.pruners.score_store import Sums
+from lmeval_prune.pruners.parts import LAYERS, DepthPart, Removal
+from lmeval_prune.pruners.stores import Sums
 
 
 @dataclass(frozen=True)

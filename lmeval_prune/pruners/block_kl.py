@@ -13,10 +13,9 @@ from torch import Tensor, nn
 from lmeval_prune.architectures import ModelMap
 from lmeval_prune.pruners.base import DepthPruner, Scores
 from lmeval_prune.pruners.calibration import CalibrationText
-from lmeval_prune.pruners.layer_store import Removal
-from lmeval_prune.pruners.parts import DepthPart
-from lmeval_prune.pruners.score_store import Sums
+from lmeval_prune.pruners.parts import DepthPart, Removal
 from lmeval_prune.pruners.sequential import make_plan, replace_forward
+from lmeval_prune.pruners.stores import Sums
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 from torch import Tensor, nn
@@ -25,6 +25,21 @@ DEPTH_KINDS = (LAYERS, ATTENTION, FEED_FORWARD)  # whole layers, their attention
 
 Removed = dict[str, set[int]]  # removed heads or channels by part key; {0} for a removed layer or block
 Units = Sequence[tuple[int, ...]]  # heads, channels or columns that are removed together
+
+
+@dataclass
+class Removal:
+    """Removed parts of some layers, and the compensation for them."""
+
+    removed: Removed = field(default_factory=dict)
+    compensation: dict[str, Tensor] = field(default_factory=dict)  # named as in a plan
+    damping: dict[str, float] = field(default_factory=dict)  # by projection, where it was raised
+
+    def add(self, other: Removal) -> None:
+        """Add the removed units of other layers."""
+        self.removed |= other.removed
+        self.compensation |= other.compensation
+        self.damping |= other.damping
 
 
 @dataclass(frozen=True)

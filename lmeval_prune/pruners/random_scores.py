@@ -12,9 +12,8 @@ from lmeval_prune.architectures import ModelMap
 from lmeval_prune.config import Seed
 from lmeval_prune.pruners.base import Pruner, Scores
 from lmeval_prune.pruners.calibration import CalibrationText
-from lmeval_prune.pruners.layer_store import Removal
-from lmeval_prune.pruners.parts import DEPTH_KINDS, KINDS, DepthPart, Part, Removed
-from lmeval_prune.pruners.score_store import Sums
+from lmeval_prune.pruners.parts import DEPTH_KINDS, KINDS, DepthPart, Part, Removal, Removed
+from lmeval_prune.pruners.stores import Sums
 
 
 @dataclass(frozen=True)

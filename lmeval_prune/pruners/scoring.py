@@ -55,9 +55,9 @@ def score(
             applied = nullcontext() if pruner.compares_with_unpruned else earlier.applied_to(model_map.model, model_map)
             with applied:
                 if has_depth:
-                    known_sums = sums(store, name) if store else None
+                    begun = sums(store, name) if store else None
                     before, depth = Removal(removed, dict(earlier.compensation)), depth_parts_of(model_map, group)
-                    scores = check_scores(pruner, pruner.depth_scores(model_map, text, depth, before, known_sums), depth)
+                    scores = check_scores(pruner, pruner.depth_scores(model_map, text, depth, before, begun), depth)
                 else:
                     parts = parts_of(model_map, group)
                     scores = check_scores(pruner, pruner.scores(model_map, text, parts, removed), parts)

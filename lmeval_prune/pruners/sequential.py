@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from lmeval_prune.architectures import ModelMap
 from lmeval_prune.architectures.blocks import in_features, weight_of
+from lmeval_prune.artefacts import Work
 from lmeval_prune.errors import InputError
 from lmeval_prune.interventions.base import change_input
 from lmeval_prune.interventions.plan import Plan
@@ -29,7 +30,8 @@ from lmeval_prune.pruners.compensation import bias_for, damped, least_squares_fo
 from lmeval_prune.pruners.estimate import Estimate
 from lmeval_prune.pruners.moments import Moments
 from lmeval_prune.pruners.options import PruneOptions
-from lmeval_prune.pruners.parts import CHANNELS, DEPTH_KINDS, HEADS, KINDS, LAYERS, Part, Removed, Units
+from lmeval_prune.pruners.parts import CHANNELS, DEPTH_KINDS, HEADS, KINDS, LAYERS, Part, Removal, Removed, Units
+from lmeval_prune.pruners.stores import load_layer, save_layer
 
 logger = logging.getLogger(__name__)
 

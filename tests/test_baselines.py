@@ -19,10 +19,10 @@ from lmeval_prune import Plan, map_model
 from lmeval_prune.architectures import ModelMap
 from lmeval_prune.architectures.blocks import weight_of
 from lmeval_prune.artefacts import Work
+from lmeval_prune.artefacts import work as work_folder
 from lmeval_prune.cli import main
 from lmeval_prune.errors import InputError
 from lmeval_prune.interventions.base import change_input
-from lmeval_prune.pruners import work_folder
 from lmeval_prune.pruners.allocation import Budget, UnitPool, allocate, removed_by, standardised, unit_pools
 from lmeval_prune.pruners.base import Pruner, make_pruner
 from lmeval_prune.pruners.calibration import CalibrationText

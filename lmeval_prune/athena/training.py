@@ -13,7 +13,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 from transformers import TrainingArguments, set_seed
 
 from lmeval_prune.architectures import weights_fingerprint
-from lmeval_prune.artefacts import digest, output_lock
+from lmeval_prune.artefacts import Work, digest, output_lock
 from lmeval_prune.athena import checkpoint
 from lmeval_prune.athena.batches import Collator, Example, make_examples
 from lmeval_prune.athena.data import GroundedProblem, ProblemSplit
@@ -26,11 +26,10 @@ from lmeval_prune.training.curves import ACCURACY, draw
 from lmeval_prune.training.resuming import (
     ENCODER,
     PROBLEMS,
+    check_contents,
     check_resumable,
-    check_same_contents,
-    check_same_settings,
+    check_settings,
     result_settings,
-    write_options,
 )
 from lmeval_prune.training.trainer import Progress, ResumableTrainer, training_arguments
 
@@ -134,9 +133,9 @@ def train(options: TrainOptions) -> Athena:
     settings = result_settings(options)
     if target.exists():
         about = checkpoint.describe(target)
-        check_same_settings(settings, about.get("options", {}), target)
+        check_settings(settings, about.get("options", {}), target)
         read = {ENCODER: lambda: _encoder_digest(options.encoder), PROBLEMS: lambda: ProblemSplit.load(options).digest}
-        check_same_contents(read, about.get("contents", {}), target)
+        check_contents(read, about.get("contents", {}), target)
     else:
         with output_lock(target):
             trained = _train_model(options, settings, work)
@@ -180,7 +179,7 @@ def _train_model(options: TrainOptions, settings: dict[str, Any], work: Path) ->
         max_grad_norm=options.clip, restore_callback_states_from_checkpoint=bool(options.patience),
     )  # fmt: skip
     trainer = AthenaTrainer(model, arguments, examples, split.validation, options.head_rate, options.patience)
-    write_options(work, settings | contents)
+    Work(work, settings | contents).begin()
     training = trainer.run()
     model.about = {
         "options": settings,

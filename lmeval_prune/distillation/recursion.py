@@ -18,7 +18,7 @@ import torch
 from accelerate import PartialState
 
 from lmeval_prune.architectures import loadable_fingerprints, map_model, weights_fingerprint
-from lmeval_prune.artefacts import ENVELOPE, content_digest, output_lock, write_artefact
+from lmeval_prune.artefacts import ENVELOPE, Work, content_digest, output_lock, write_artefact
 from lmeval_prune.athena.checkpoint import SETTINGS
 from lmeval_prune.checkpoints import embedded
 from lmeval_prune.checkpoints.pruned import read_manifest, removed_blocks
@@ -34,13 +34,7 @@ from lmeval_prune.distillation.trainer import DistillTrainer, check_arguments
 from lmeval_prune.errors import InputError
 from lmeval_prune.reporting.plot_style import COLOURS
 from lmeval_prune.training.curves import draw
-from lmeval_prune.training.resuming import (
-    check_resumable,
-    check_same_contents,
-    check_same_settings,
-    result_settings,
-    write_options,
-)
+from lmeval_prune.training.resuming import check_contents, check_resumable, check_settings, result_settings
 
 TITLE = "Recursive distillation, stage by stage"
 LINES = {
@@ -73,8 +67,8 @@ def distill(options: DistillOptions, host: Host | None = None) -> dict[str, Any]
     work = target.with_name(f"{target.name}.distilling")
     if (target / NOTE).is_file():
         stored = read_note(target)["options"]
-        check_same_settings(settings, stored, target)
-        check_same_contents(host.contents(), stored, target)
+        check_settings(settings, stored, target)
+        check_contents(host.contents(), stored, target)
     else:
         if target.exists() and (target.is_file() or any(target.iterdir())):
             raise InputError(f"{target} exists and is not a distilled model; name another output")
@@ -132,7 +126,7 @@ def _run_stages(host: Host, settings: dict[str, Any], target: Path, work: Path) 
     examples = host.examples()
     this_process().wait_for_everyone()
     if this_process().is_main_process:
-        write_options(work, settings)
+        Work(work, settings).begin()
         print(f"texts: {_counts(examples.note)}", flush=True)
     if options.asks_teacher and (options.epochs or not examples.questions):  # scores read answers to prompts alone
         examples = _taught(host, examples, work)

@@ -26,7 +26,7 @@ import numpy as np
 import pyarrow as pa
 from typing_extensions import TypedDict
 
-from lmeval_prune.artefacts import parse_json, read_artefact, write_artefact
+from lmeval_prune.artefacts import check_same, parse_json, read_artefact, write_artefact
 from lmeval_prune.errors import InputError
 from lmeval_prune.models.answer_store import read_answers, read_table, write_table
 from lmeval_prune.models.attempts import attempt_order
@@ -315,10 +315,12 @@ def _merge_models(folder: Path, before: dict[str, Any], now: dict[str, Any]) -> 
     """Return a store's model identity with new adapters added; `InputError` if it is another model or backend."""
     old, new = before.get("adapters", {}), now.get("adapters", {})
     shared = old.keys() & new.keys()
-    _refuse_difference(folder, "adapters", *({name: adapters[name] for name in shared} for adapters in (old, new)))
     # a folder may be renamed, and `rounded` follows from the weights
-    ignored = {"name": "", "rounded": [], "adapters": {}}
-    _refuse_difference(folder, "model", {**before, **ignored}, {**now, **ignored})
+    first, second = (
+        {**model, "name": "", "rounded": [], "adapters": {name: adapters[name] for name in shared}}
+        for model, adapters in ((before, old), (now, new))
+    )
+    check_same({"model": first}, {"model": second}, folder)
     return {**now, **before, **({"adapters": dict(sorted({**old, **new}.items()))} if new else {})}
 
 
@@ -327,15 +329,8 @@ def _merge_tasks(folder: Path, stored: dict[str, Any], tasks: dict[str, Any]) ->
     merged = {**stored, **tasks}
     for task in stored.keys() & tasks.keys():
         before = stored[task]
-        _refuse_difference(folder, f"task {task}", comparable(before), comparable(tasks[task]))
+        check_same({task: comparable(before)}, {task: comparable(tasks[task])}, folder)
         warn_of_other_code(task, before, tasks[task])
         if "code" in before:  # of the first outcomes, so that each later sweep warns
             merged[task] = {**tasks[task], "code": before["code"]}
     return merged
-
-
-def _refuse_difference(folder: Path, subject: str, before: dict[str, Any], now: dict[str, Any]) -> None:
-    """Raise `InputError` that names the settings of a subject that are others now."""
-    if changed := sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key)):
-        values = ", ".join(f"{key}={str(before.get(key))[:60]}" for key in changed[:3])
-        raise InputError(f"{folder} was made with other settings of the {subject} ({values}); give a new folder")

@@ -1,4 +1,4 @@
-"""Resume interrupted trainings from the checkpoints and options beside their output."""
+"""Resume interrupted trainings from the checkpoints and settings beside their output."""
 
 from __future__ import annotations
 
@@ -12,22 +12,13 @@ from typing import Any
 
 from typing_extensions import TypedDict
 
-from lmeval_prune.artefacts import read_json, write_text
+from lmeval_prune.artefacts import check_same, read_json
+from lmeval_prune.artefacts.work import SETTINGS
 from lmeval_prune.errors import InputError
 
 logger = logging.getLogger(__name__)
 
-OPTIONS = "options.json"  # in the folder of an incomplete training
-PROBLEMS, PROMPTS, ENCODER = "problems", "task_prompts", "encoder_checkpoint"
-# Settings that are digests of what was read, in the words of messages; those of files are by name.
-CONTENTS = {
-    "pretrained_files": "the model's {}",
-    "teacher_files": "the teacher's {}",
-    PROBLEMS: "the problems",
-    PROMPTS: "the task's prompts or targets",
-    ENCODER: "the encoder",
-    "prompts_file": "the file of prompts",
-}
+PROBLEMS, PROMPTS, ENCODER = "problems", "task_prompts", "encoder_checkpoint"  # settings that are digests of data
 
 
 class _TrainerState(TypedDict):
@@ -45,50 +36,29 @@ def result_settings(options: Any) -> dict[str, Any]:
     }
 
 
-def check_same_settings(settings: Mapping[str, Any], stored: Mapping[str, Any], folder: Path) -> None:
-    """Raise an `InputError` if a folder was made with other options or contents."""
-    differ = [name for name in settings if stored.get(name) != settings[name]]
-    differ = [name for name in differ if name != PROMPTS] or differ  # prompts follow from the other settings, too
-    if values := [f"{name}={stored.get(name)}" for name in differ if name not in CONTENTS]:
-        raise InputError(
-            f"{folder} was made with other options ({', '.join(values[:3])}); name another output, or delete it"
-        )
-    if names := [name for key in differ for name in _changed_contents(key, stored.get(key), settings[key])]:
-        raise InputError(
-            f"{folder} was made with other data ({', '.join(names[:3])}); name another output, or delete it"
-        )
+def check_settings(settings: Mapping[str, Any], stored: Mapping[str, Any], made: Path) -> None:
+    """Raise an `InputError` if something was made with other settings; `stored` may have more, which are read later."""
+    check_same({name: stored.get(name) for name in settings}, settings, made)
 
 
-def check_same_contents(contents: Mapping[str, Callable[[], Any]], stored: Mapping[str, Any], folder: Path) -> None:
+def check_contents(contents: Mapping[str, Callable[[], Any]], stored: Mapping[str, Any], made: Path) -> None:
     """Raise an `InputError` if a finished result was made with other contents than those that are read now.
 
     What cannot be read any more is not compared, with a warning: a result does not need it.
     """
-    for name in contents:
+    for name, read in contents.items():
         try:
-            now = contents[name]()
+            now = read()
         except (InputError, OSError) as error:
-            logger.warning("whether %s are the same as before is not known: %s", CONTENTS[name], error)
+            logger.warning("whether %s is the same as before is not known: %s", name, error)
         else:
-            check_same_settings({name: now}, stored, folder)
-
-
-def _changed_contents(name: str, before: Any, now: Any) -> list[str]:
-    """Return the words for what differs between two digests, or between two sets of digests of files."""
-    if not isinstance(now, Mapping):
-        return [CONTENTS[name]]
-    return [CONTENTS[name].format(file) for file in {**before, **now} if before.get(file) != now.get(file)]
+            check_settings({name: now}, stored, made)
 
 
 def check_resumable(checkpoints: Path, settings: Mapping[str, Any]) -> None:
-    """Raise an `InputError` if a folder of checkpoints has other options."""
-    if (checkpoints / OPTIONS).is_file():
-        check_same_settings(settings, read_json(checkpoints / OPTIONS), checkpoints)
-
-
-def write_options(checkpoints: Path, settings: Mapping[str, Any]) -> None:
-    """Write the options of a training."""
-    write_text(checkpoints / OPTIONS, json.dumps(settings, indent=1) + "\n")
+    """Raise an `InputError` if a folder of checkpoints has other settings."""
+    if (checkpoints / SETTINGS).is_file():
+        check_settings(settings, read_json(checkpoints / SETTINGS), checkpoints)
 
 
 def last_checkpoint(checkpoints: Path) -> str | None:

@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-import torch
 
 from lmeval_prune.reporting.statistics import clustered_means
 from lmeval_prune.reporting.tables import markdown
@@ -43,9 +42,11 @@ def summarize_tokens(tokens: np.ndarray, documents: Sequence[Hashable]) -> Summa
     return {"documents": len(set(documents)), "tokens": len(tokens), **_with_errors(estimates), **_plain(quantiles)}
 
 
-def summarize_texts(texts: Sequence[torch.Tensor]) -> Summary:
+def summarize_texts(texts: Sequence[Any]) -> Summary:
     """Summarise the `COLUMNS` of the tokens of texts, a tensor for each; each is a document."""
-    return summarize_tokens(torch.cat(list(texts)).numpy(), [number for number, rows in enumerate(texts) for _ in rows])
+    return summarize_tokens(
+        np.concatenate([rows.numpy() for rows in texts]), [number for number, rows in enumerate(texts) for _ in rows]
+    )
 
 
 def summarize(texts: pd.DataFrame) -> Summary:

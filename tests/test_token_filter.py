@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, StaticCache
 
-from lmeval_prune import InputError, Plan, map_model
+from lmeval_prune import HeadMask, InputError, Plan, RowMasks, map_model
 from lmeval_prune.checkpoints import embedded
 from lmeval_prune.interventions import filtered_attention, interventions_on
 from lmeval_prune.interventions.attention_call import intercept_attention
@@ -293,6 +293,45 @@ def test_a_plan_under_a_filter_is_its_cut_checkpoint_under_it(kinds: tuple[str, 
 
 
 # --------------------------------------------------------------------------- output projection
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])  # gpt2's has a bias
+@pytest.mark.parametrize("last", [False, True])
+def test_the_output_projection_of_skipped_tokens_is_not_computed(
+    family: str, last: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under masks of heads and of rows, put on before the filter or after it; padding, too."""
+    model, inputs, rows = tiny(family), tokens(rows=2, length=50), RowMasks()
+    masks = rows.applied_to(model), HeadMask("L1H0").applied_to(model)
+    mask = torch.ones_like(inputs)
+    mask[0, :7] = 0
+    modules = [layer.o_proj for layer in map_model(model).attention]
+    received: list[int] = []  # rows of each call of the projection itself
+    inner: Any = type(modules[0]).forward
+
+    def counting(self: Any, x: torch.Tensor) -> torch.Tensor:
+        if any(self is module for module in modules):
+            received.append(x.shape[:-1].numel())
+        return inner(self, x)
+
+    monkeypatch.setattr(type(modules[0]), "forward", counting)
+    for few in (1 << 30, 64):
+        monkeypatch.setattr(filtered_attention, "SMALL_PASS", few)
+        received.clear()
+        with ExitStack() as stack:
+            filtered = quick_filter(ratio=0.4).applied_to(model)
+            for context in (*masks, filtered) if last else (filtered, *masks):
+                stack.enter_context(context)
+            stack.enter_context(rows.using([None, HeadMask("L0H1+L1H2")]))
+            actual = output(model, inputs, attention_mask=mask)
+            kept = [int((~skipped).sum()) for skipped in interventions_on(model)[2 * last].skipped.values()]
+        if few > 64:
+            assert received == [inputs.numel()] * len(modules)
+            expected, rows = actual, RowMasks()
+            masks = rows.applied_to(model), HeadMask("L1H0").applied_to(model)
+    torch.testing.assert_close(actual[mask.bool()], expected[mask.bool()], rtol=0, atol=1e-11)
+    assert received == kept and all(0 < count < inputs.numel() for count in kept)
+    assert "forward" not in vars(map_model(model).attention[0].o_proj)
 
 
 @pytest.mark.parametrize("first", [False, True])

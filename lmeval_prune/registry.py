@@ -24,12 +24,11 @@ class Registry(MutableMapping[str, str]):
     Args:
         group: group of the entry points.
         setting: the setting that takes these names, for messages.
-        base: import path of the class that all derive from.
         own: import paths of this package's classes by name.
     """
 
-    def __init__(self, group: str, setting: str, base: str, own: Mapping[str, str]) -> None:
-        self.group, self.setting, self.base = group, setting, base
+    def __init__(self, group: str, setting: str, own: Mapping[str, str]) -> None:
+        self.group, self.setting = group, setting
         self.own = dict(own)
         self._added: dict[str, str] = {}
         self._reserved: set[str] = set()

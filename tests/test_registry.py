@@ -287,7 +287,7 @@ def test_a_router_knows_its_class(install: Any, tmp_path: Path) -> None:
 
 
 def test_a_program_adds_a_class_without_a_package() -> None:
-    registry = Registry("lmeval_prune.none", "method", "lmeval_prune.pruners.base:Pruner", {"a": PRUNERS["magnitude"]})
+    registry = Registry("lmeval_prune.none", "method", {"a": PRUNERS["magnitude"]})
     registry["mine"] = Constant
     registry["other"] = f"{__name__}:Constant"
     assert registry.load("mine") is registry.load("other") is Constant

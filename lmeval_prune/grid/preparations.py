@@ -18,7 +18,6 @@ from lmeval_prune.registry import Registry, class_record
 PREPARATIONS = Registry(
     group="lmeval_prune.preparations",
     setting="preparation",
-    base="lmeval_prune.grid.preparations:Preparation",
     own={
         "random_heads": "lmeval_prune.grid.random_heads:RandomHeads",
         "prune": "lmeval_prune.grid.prune:Prune",

@@ -7,7 +7,6 @@ from lmeval_prune.registry import Registry, import_path
 METHODS = Registry(
     group="lmeval_prune.interventions",
     setting="method",
-    base="lmeval_prune.interventions.base:Intervention",
     own={
         "heads": "lmeval_prune.interventions.head_mask:HeadMask",
         "plan": "lmeval_prune.interventions.plan:Plan",

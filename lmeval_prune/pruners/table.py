@@ -5,7 +5,6 @@ from lmeval_prune.registry import Registry
 PRUNERS = Registry(
     group="lmeval_prune.pruners",
     setting="method",
-    base="lmeval_prune.pruners.base:Pruner",
     own={
         "norm_entropy": "lmeval_prune.pruners.norm_entropy:NormEntropy",
         "global_threshold": "lmeval_prune.pruners.norm_entropy:GlobalThreshold",

@@ -7,7 +7,6 @@ CONTRASTIVE = "contrastive"  # the paper's, and the default
 ROUTERS = Registry(
     group="lmeval_prune.routers",
     setting="router",
-    base="lmeval_prune.sprint.routers.base:RouterMethod",
     own={
         CONTRASTIVE: "lmeval_prune.sprint.routers.contrastive:Contrastive",
         "knn": "lmeval_prune.sprint.routers.knn:Knn",

@@ -216,6 +216,9 @@ def load(name: str, split: str = "test", data_dir: str | os.PathLike[str] | None
     data = DATA[name]
     folder = data_dir or os.environ.get("LMEVAL_PRUNE_DATA") or ""
     parts = [_selected(name, data, part, folder) for part in split_parts(split)]
+    keys = [{json.dumps(row, sort_keys=True, default=str) for row in rows} for rows in parts]
+    if len(set().union(*keys)) < sum(map(len, keys)):
+        raise InputError(f"{name}: parts of {split} have documents in common, which would count twice")
     return datasets.Dataset.from_list([row for rows in parts for row in rows])
 
 

@@ -34,7 +34,7 @@ from lmeval_prune.scoring.passes import attempts, majority, pass_ordered, pass_u
 from lmeval_prune.scoring.readers import text_reader
 from lmeval_prune.scoring.verifier import require_math_verify
 from lmeval_prune.tasks.compat import filters, metrics
-from lmeval_prune.tasks.results import number
+from lmeval_prune.tasks.results import equation, number
 
 MAX_CHECKED = 100  # documents whose gold answers are looked at before a run
 logger = logging.getLogger(__name__)
@@ -217,7 +217,7 @@ def check_scorers(task: Any) -> None:
         )
     if "number" in compares:
         check_numbers(task, task.doc_to_target)
-    elif task.get_config("process_results") is number:
+    elif task.get_config("process_results") in (number, equation):
         check_numbers(task, lambda doc: doc.get("target"))
 
 

@@ -144,7 +144,7 @@ class DistillOptions(Settings):
         """Return the pruner's options; each stage is one step of its schedule."""
         options = {"budget": "heads", **self.pruning, "steps": self.stages}
         options.pop("ffn_method", None)
-        return PruneOptions(ratio=self.ratio, **options)
+        return PruneOptions(ratio=self.ratio, allow_empty_layer=False, **options)
 
     @property
     def methods(self) -> dict[str, dict[str, Any]]:

@@ -35,7 +35,9 @@ class _Applied:
             vars(module)[_ATTRIBUTE] = self
             previous = vars(module).get("forward")  # set by another library
             if module._modules and (previous or type(module).forward is not nn.Module.forward):
-                eager = _eager(previous) if previous else MethodType(_eager(type(module).forward), module)
+                eager = (
+                    torch.compiler.disable(previous) if previous else MethodType(_eager(type(module).forward), module)
+                )
                 self.forwards[module] = eager, previous
                 vars(module)["forward"] = eager
 

@@ -299,6 +299,8 @@ class Plan(Intervention):
 def load_plan(path: str, allow_other_model: bool = False, allow_empty_layer: bool = False) -> Plan:
     """Read a plan or a head mask as a plan."""
     plan: Any = load_intervention(path, allow_other_model).converted(Plan)
+    if not (plan.heads or plan.channels or plan.blocks or plan.compensation):  # of `importance`
+        raise InputError(f"{path} removes nothing; make a plan with `lmeval-prune prune --scores {path}`")
     return replace(plan, allow_empty_layer=plan.allow_empty_layer or allow_empty_layer)
 
 

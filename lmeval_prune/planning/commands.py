@@ -52,12 +52,13 @@ def importance(
     if text_options.text:
         check_exists(text_options.text)
     from lmeval_prune.architectures import map_model
-    from lmeval_prune.artefacts import Work, check_writable
+    from lmeval_prune.artefacts import check_writable
     from lmeval_prune.checkpoints.skeleton import skeleton_of, with_weights
     from lmeval_prune.interventions.plan import Plan
     from lmeval_prune.pruners.base import check_scores, make_pruner, per_member
     from lmeval_prune.pruners.estimate import Estimate
     from lmeval_prune.pruners.parts import DEPTH_KINDS, HEADS, KINDS, Removal, depth_parts_of, parts_of
+    from lmeval_prune.pruners.schedule import work_of
     from lmeval_prune.pruners.stores import sums
     from lmeval_prune.reporting.maps import draw_scores
 
@@ -75,8 +76,8 @@ def importance(
     if pruner.depth_only:
         depth, known = depth_parts_of(model_map), None
         if calibration:
-            settings = {**pruner.identity, "model": model_map.weights, "calibration": calibration.record()}
-            known = sums(Work(_work_folder(output), settings, restart=True), "scores")
+            record = {**pruner.identity, "calibration": calibration.record()}
+            known = sums(work_of(_work_folder(output), record, model_map), "scores")
         scores = check_scores(pruner, pruner.depth_scores(model_map, read, depth, Removal(), known), depth).values
         shown = [kind for kind in DEPTH_KINDS if any(key.startswith(f"{kind}.") for key in scores)]
         labels = dict.fromkeys(key.partition(".")[2] for key in scores)

@@ -85,7 +85,7 @@ def stages(
             plan = _layerwise_plan(pruner, model_map, options, pruner.require_text(text), record, progress, work)
         yield plan
         return
-    store = _work(work, record, model_map) if work and text else None
+    store = work_of(work, record, model_map) if work and text else None
     solves = options.compensation == "least_squares"
     removed, scored, compensation, history = Removed(), Scores({}), dict[str, Tensor](), list[dict[str, Any]]()
     for step in range(1, options.steps + 1):
@@ -152,7 +152,7 @@ def _record(
     return record | ({"calibration": text.record()} if text is not None else {})
 
 
-def _work(folder: Path, record: Mapping[str, Any], model_map: ModelMap) -> Work:
+def work_of(folder: Path, record: Mapping[str, Any], model_map: ModelMap) -> Work:
     """Return the folder of what is finished of a plan; that of another plan or model is deleted."""
     model = [model_map.weights, config_fingerprint(model_map.model.config), model_map.signature()]
     return Work(folder, {"record": record, "model": model}, restart=True)
@@ -214,7 +214,7 @@ def _layerwise_plan(
     if not any(counts):
         raise EmptyPlanError()
     by_part = {pool.key: count for pool, count in zip(pools, counts, strict=True)}
-    store = _work(work, record, model_map) if work else None
+    store = work_of(work, record, model_map) if work else None
     select = pruner.selection(options.unit or "head", by_part)
     pruning = LayerwisePruning(
         model_map, text, select, pruner.needs_second, pruner.remeasure_down, options, store, progress

@@ -99,6 +99,8 @@ def fit_embeddings(
     """
     method = options.method()
     validation, training = split(groups or range(len(z)), options.validation, options.seed)
+    if not validation:  # training losses do not choose between settings
+        method.check_single()
     examples = Examples(x[training], z[training], x[validation], z[validation], options.seed)
     dense_rate = float((dense[validation] == 1).double().mean()) if dense is not None and validation else None
     tried = []

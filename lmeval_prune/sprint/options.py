@@ -91,8 +91,6 @@ class FitOptions(ContrastiveOptions):
                 )
             settings = {}
         method = kind.from_dict({**settings, **self.options}, f"router {self.router}")
-        if self.validation == 0:
-            method.check_single()
         return method
 
 

@@ -13,15 +13,16 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer
 
-from lmeval_prune import HeadMask, Plan, load_pretrained
 from lmeval_prune.architectures.identity import model_name
 from lmeval_prune.artefacts import CREATED_BY, without_nan, write_text
 from lmeval_prune.checkpoints import embedded
+from lmeval_prune.checkpoints.loading import load_pretrained
 from lmeval_prune.checkpoints.pruned import check_folder
 from lmeval_prune.decoding import Engine, LikelihoodRequest, Request, SamplingParams
 from lmeval_prune.distance.effect import sentence
 from lmeval_prune.distance.summary import summarize_texts
 from lmeval_prune.distance.tokens import Text, token_distances
+from lmeval_prune.interventions import HeadMask, Plan
 from lmeval_prune.profiling.speed import generate_rate
 from lmeval_prune.pruners.base import make_pruner
 from lmeval_prune.pruners.calibration import CalibrationText
@@ -32,8 +33,7 @@ from lmeval_prune.tasks import data
 
 PROBLEMS, QUESTIONS = "tiny_cloze", "tiny_words"  # packaged data: what is counted, and what is answered freely
 SHARES = (0.03, 0.1, 0.2)  # of all heads
-DRAWS = 2  # of random heads
-SHOWN = 0.1  # the share of the answers that the page shows
+DRAWS, SHOWN = 2, 0.1  # of random heads; the share whose answers the page shows
 WINDOWS, WINDOW = 16, 64  # of the text that the scores of heads read, and their tokens
 TEXTS = 32  # completed problems over which distances are measured
 PROMPTS, NEW_TOKENS = 2, 16  # of the sweep

@@ -11,8 +11,9 @@ import json
 import re
 import shlex
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 from gguf import GGUFReader, GGUFWriter
@@ -37,7 +38,8 @@ from lmeval_prune.surgery.card import CARD, PIPELINES, auto_class, shown, write_
 PLAIN_LINEAR_CLASSES = {"Linear", "Conv1D", "FalconLinear"}  # compute x Wᵀ + b and nothing else
 
 
-class Update(NamedTuple):
+@dataclass(frozen=True)
+class Update:
     """A low-rank update of an output projection: `lora_b @ lora_a` is added to its weight."""
 
     module: str  # full name of the projection
@@ -77,8 +79,8 @@ class AdapterExport:
         kinds = {type(layer.o_proj).__name__ for layer in map_model(skeleton).attention}
         if is_quantised(skeleton) or not kinds <= PLAIN_LINEAR_CLASSES:
             raise InputError(
-                f"an adapter cannot cancel columns of {', '.join(sorted(kinds))} exactly, or of quantised weights; give "
-                f"plain weights as --pretrained, and {pretrained} as --served"
+                f"an adapter cannot cancel columns of {', '.join(sorted(kinds))} exactly, or of quantised weights; "
+                f"give plain weights as --pretrained, and {pretrained} as --served"
             )
         self.model_map = map_model(with_weights(skeleton, pretrained, revision))
         self.architecture = gguf_architecture(self.model_map) if format == "gguf" else ""

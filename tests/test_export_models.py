@@ -92,7 +92,8 @@ def test_a_zeroed_checkpoint_is_the_plan_in_the_model_s_own_class(family: str, t
     assert type(loaded).__name__ == type(model).__name__
     torch.testing.assert_close(output(loaded, tokens()), masked(model, Plan(heads, channels)), rtol=0, atol=1e-9)
     manifest = read_manifest(tmp_path / "out") or {}
-    assert manifest["removed"]["heads"] == 0 and manifest["removed"]["fillers"] == {
+    removed = manifest["stages"][0]["removed"]
+    assert removed["heads"] == 0 and removed["fillers"] == {
         labels[0]: [0, 1, 2],
         labels[1]: [1],
     }

@@ -132,7 +132,7 @@ def test_a_plan_tried_out_is_the_model_cut_and_loaded_again(family: str, tmp_pat
             loaded = load_pretrained(tmp_path / f"{unit}-{alike}", **implementations(family))
             assert loaded.dtype == torch.float64
             compare(family, model, plan, loaded)
-            removed = actual.manifest["removed"]
+            removed = actual.manifest["stages"][-1]["removed"]
             fillers = sum(map(len, removed["fillers"].values()))
             assert removed["heads"] + fillers == len(plan.fit_to(map_model(model)).heads)
             own, was = (sum(x.numel() for x in m.parameters()) for m in (loaded, model))
@@ -452,7 +452,7 @@ def test_a_manifest_speaks_for_the_weights_that_it_was_written_with(
     for dtype in ("float32", "bfloat16"):
         actual = evaluated(dtype)
         assert actual["removed"]["heads"] == 4 and actual["parent"] == {
-            name: done.manifest["parent"][name] for name in ("name", "revision")
+            name: done.manifest["stages"][-1]["parent"][name] for name in ("name", "revision")
         }
         assert actual["parent"]["name"] == tiny_folder.name
     load_pretrained(tiny_folder, dtype=torch.float32).save_pretrained(folder)

@@ -13,7 +13,7 @@ import pytest
 from jinja2 import UndefinedError
 from matplotlib.text import Text
 
-from lmeval_prune.profiling.table import table as profile_table
+from lmeval_prune.profiling.models import table as profile_table
 from lmeval_prune.reporting import documents, plot_style, tables
 from lmeval_prune.reporting.statistics import holm, mean_interval, sign_flip_test
 

@@ -35,11 +35,13 @@ def distance(
         raise InputError("name what is compared with the model: --heads, --mask or --checkpoint")
     if settings.text:
         check_exists(settings.text, file=True)
-    names = _names(heads, mask, checkpoint)
+    files = (Path(value).stem if value.endswith(".json") else value for value in (*heads, *mask))
+    names = [*files, *map(str, checkpoint)]
+    if repeated := [name for name in names if ["dense", *names].count(name) > 1]:
+        raise InputError(f"two variants are called {repeated[0]!r}; name each once, files by different names")
     from lmeval_prune.artefacts import check_writable
-    from lmeval_prune.distance.report import write
     from lmeval_prune.distance.texts import check_models, load, read_windows, task_requests
-    from lmeval_prune.distance.variants import measure
+    from lmeval_prune.distance.variants import measure, write
     from lmeval_prune.models.arguments import Arguments
 
     check_writable(output)
@@ -57,15 +59,3 @@ def distance(
     requests = task_requests(lm, settings) if settings.task else {}
     print(write(output, pretrained, settings, measure(lm, requests, variants, others, texts)))
     return 0
-
-
-def _names(heads: Sequence[str], mask: Sequence[str], checkpoint: Sequence[str]) -> list[str]:
-    """Return the names of the variants, which differ from each other and from that of the dense model."""
-    names = [*map(_name, heads), *map(_name, mask), *map(str, checkpoint)]
-    if repeated := [name for name in names if ["dense", *names].count(name) > 1]:
-        raise InputError(f"two variants are called {repeated[0]!r}; name each once, files by different names")
-    return names
-
-
-def _name(value: str) -> str:
-    return Path(value).stem if value.endswith(".json") else value

@@ -20,7 +20,6 @@ import torch
 
 from lmeval_prune.architectures import ModelMap, input_device
 from lmeval_prune.decoding import Engine, LikelihoodRequest
-from lmeval_prune.distance.summary import COLUMNS as COLUMNS
 from lmeval_prune.interventions import HeadMask, Intervention
 
 CHUNK = 64  # tokens of a plain pass whose logits are compared at once

@@ -50,7 +50,7 @@ _COMPANIONS = (
 
 
 class Stage(TypedDict):
-    """One cut."""
+    """One cut: what went, and what stays of heads, channels and blocks."""
 
     parent: dict[str, Any]  # the model that was cut
     plan: dict[str, Any]

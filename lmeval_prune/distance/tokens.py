@@ -119,13 +119,7 @@ def logits_of(model: Any) -> Logits:
 
 def logits_under(interventions: Sequence[Intervention], model_map: ModelMap) -> Logits:
     """Return the function that runs a causal model on a text under interventions."""
-    run = logits_of(model_map.model)
-
-    def logits(tokens: Sequence[int]) -> torch.Tensor:
-        with applied(interventions, model_map.model, model_map):
-            return run(tokens)
-
-    return logits
+    return applied(interventions, model_map.model, model_map)(logits_of(model_map.model))
 
 
 def other_distances(dense: Logits, other: Logits, texts: Sequence[Text]) -> list[torch.Tensor]:

@@ -35,7 +35,7 @@ from tests.tiny_models import ALL, CAUSAL, ENCODERS, implementations, output, st
 
 UNCUTTABLE = {"olmo2", "olmo3", "codegen", "bloom", "mpt", "t5", "mt5"}
 CUTTABLE = [family for family in ALL if family not in UNCUTTABLE]
-EVERYDAY = [
+EVERYDAY = {
     "llama",
     "qwen2",
     "qwen3",
@@ -47,7 +47,7 @@ EVERYDAY = [
     "deepseek_v3",
     "bert",
     "bart",
-]
+}
 FAMILIES = [family if family in EVERYDAY else pytest.param(family, marks=pytest.mark.long) for family in CUTTABLE]
 NO_NUMBERS_BESIDE_PADDING = {"bloom", "gemma2", "mpt"}  # as they are, in float64: NaN, where a text begins with padding
 EXPERTS_ONLY = {"mixtral", "qwen2_moe", "qwen3_moe", "granitemoe", "gpt_oss"}

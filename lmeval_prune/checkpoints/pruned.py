@@ -55,7 +55,7 @@ class Stage(TypedDict):
     parent: dict[str, Any]  # the model that was cut
     plan: dict[str, Any]
     removed: dict[str, Any]  # numbers of removed units, and what stays with zero weights by layer
-    removed_blocks: NotRequired[list[str]]  # names of the blocks that are gone, also of those that lost all units
+    removed_blocks: list[str]  # names of the blocks that are gone, also of those that lost all units
     kept_heads: dict[str, list[int]]
     kept_layers: NotRequired[dict[str, str]]  # label before the cut by the label after it, if blocks are absent
     parameters: dict[str, list[int]]  # `before` and `after` the cut: all, and without embeddings
@@ -271,7 +271,7 @@ def removed_blocks(stages: Sequence[Mapping[str, Any]]) -> list[list[str]]:
         return f"{labels.get(label, label)}.{kind}"
 
     return [
-        [first_name(name, first_labels(stages[:number])) for name in stage.get("removed_blocks", ())]
+        [first_name(name, first_labels(stages[:number])) for name in stage["removed_blocks"]]
         for number, stage in enumerate(stages)
     ]
 

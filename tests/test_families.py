@@ -18,8 +18,8 @@ from lmeval_prune.architectures.structure import recognise
 from lmeval_prune.decoding import Engine
 from lmeval_prune.interventions.plan import Plan
 from lmeval_prune.surgery import cut as surgery
-from lmeval_prune.surgery.bases import copy_implementations
 from lmeval_prune.surgery.cut import Cut
+from lmeval_prune.surgery.model_class import copy_implementations
 from tests.test_decoding import alone, answers, some_requests
 from tests.test_pruned_hf import model as pruned_hf
 from tests.test_pruned_hf import requests

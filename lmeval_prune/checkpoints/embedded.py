@@ -91,21 +91,19 @@ def check_name(name: str, options: Mapping[str, Any] = NO_OPTIONS) -> None:
     """
     if name in MODELS or Path(name).expanduser().exists():
         return
-    hint, is_path = did_you_mean(name, MODELS), name.startswith(("/", "./", "../", "~")) or name.count("/") > 1
-    if hint or is_path or not _is_on_hub(name, options):
-        raise InputError(f"cannot read the model {name} here: no folder, no embedded model and none of the hub{hint}")
-
-
-def _is_on_hub(name: str, options: Mapping[str, Any]) -> bool:
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError
 
-    try:
-        return bool(cached_file(name, options) or HfApi().repo_exists(name))
-    except HfHubHTTPError:  # no access, or the hub is busy: transformers will report it
-        return True
-    except Exception:  # no name of the hub, or no network: error types differ between versions of its client
-        return False
+    hint, is_known = did_you_mean(name, MODELS), False
+    if not hint and not name.startswith(("/", "./", "../", "~")) and name.count("/") < 2:
+        try:
+            is_known = bool(cached_file(name, options) or HfApi().repo_exists(name))
+        except HfHubHTTPError:  # no access, or the hub is busy: transformers will report it
+            is_known = True
+        except Exception:  # no name of the hub, or no network: error types differ between versions of its client
+            is_known = False
+    if not is_known:
+        raise InputError(f"cannot read the model {name} here: no folder, no embedded model and none of the hub{hint}")
 
 
 def cached_file(name: str, options: Mapping[str, Any] = NO_OPTIONS) -> Path | None:

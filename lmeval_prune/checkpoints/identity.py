@@ -17,7 +17,7 @@ from lmeval_prune.errors import InputError
 _WEIGHTS = re.compile(r".*\.(safetensors|bin|pt|pth|gguf|h5|msgpack|py)")  # .py: code of the checkpoint
 _BESIDE_WEIGHTS = (".json", ".jinja", ".model", ".txt")  # suffixes
 _CONFIG = re.compile(r"(generation_)?config\.json")
-_READ = re.compile(rf"{_CONFIG.pattern}|.*(token|vocab|merges|template).*|.*\.(model|jinja)")
+_READ = re.compile(r".*(token|vocab|merges|template).*|.*\.(model|jinja)")
 _IGNORED = ("_name_or_path", "transformers_version")
 _TRAINING = re.compile(r"training_args|optimizer|scheduler|rng_state|scaler")  # files of a trainer
 
@@ -60,11 +60,15 @@ def configuration_files(pretrained: str, subfolder: str = "") -> list[Path]:
 
 
 def configuration_digests(pretrained: str) -> dict[str, str]:
-    """Return digests of a checkpoint's configuration, tokenizer and chat template, by the names of their files."""
-    files = [file for file in configuration_files(pretrained) if _READ.fullmatch(file.name)]
-    return {file.name: _config_digest(file) if _CONFIG.fullmatch(file.name) else content_digest(file) for file in files}
+    """Return digests of a checkpoint's configuration, tokenizer and chat template, by the names of their files.
 
-
-def _config_digest(path: Path) -> str:
-    """Return a digest of a configuration but for its path and version, which change when a model is written again."""
-    return digest({name: value for name, value in read_json(path).items() if name not in _IGNORED})
+    Of a configuration's, path and version do not count, which change when a model is written again.
+    """
+    digests = {}
+    for file in configuration_files(pretrained):
+        if _CONFIG.fullmatch(file.name):
+            values = {name: value for name, value in read_json(file).items() if name not in _IGNORED}
+            digests[file.name] = digest(values)
+        elif _READ.fullmatch(file.name):
+            digests[file.name] = content_digest(file)
+    return digests

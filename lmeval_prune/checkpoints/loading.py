@@ -114,11 +114,6 @@ def pruned_class(stock: type) -> Any:
     return type(f"{PREFIX}{stock.__name__}", (modeling_pruned.Pruned, stock), {"__module__": __name__})
 
 
-def pruned_base_class(config: Any) -> Any:
-    """Return the `Pruned` variant of the transformers class without a head."""
-    return pruned_class(auto_model_class("AutoModel", config))
-
-
 def stock_class(model: Any) -> type:
     """Return the transformers class of a model, also of a `Pruned` one."""
     classes = type(model).__mro__
@@ -160,15 +155,12 @@ def load_weights(model_class: Any, pretrained: Any, *inputs: Any, **options: Any
                 f"model again"
             )
     if tensor := nonfinite_tensor(model):
-        raise InputError(broken_weights_message(pretrained, tensor))
+        raise InputError(
+            f"the weights of {pretrained} are broken: {tensor} has NaN or infinite values; fetch them again"
+        )
     if dropped:
         _logger.warning("%s leaves out weights of %s: %s", type(model).__name__, pretrained, first_few(dropped, most=3))
     return model.eval()
-
-
-def broken_weights_message(pretrained: Any, tensor: str) -> str:
-    """Return the message about a tensor with NaN or infinite values."""
-    return f"the weights of {pretrained} are broken: {tensor} has NaN or infinite values; fetch the model again"
 
 
 @dataclass(frozen=True)

@@ -81,7 +81,7 @@ class Pruned:
         for name, counts in entries["attributes"].items():
             module = model.get_submodule(name.removeprefix(removed))
             for attribute, value in counts.items():
-                _set_count(module, attribute, value)
+                setattr(module, attribute, LayerConfig(module.config, value) if attribute == "config" else value)
 
     @classmethod
     def is_custom_code(cls) -> bool:
@@ -115,10 +115,6 @@ def without_warnings_of_layers() -> Iterator[None]:
         yield
     finally:
         logger.removeFilter(is_shown)
-
-
-def _set_count(module: Any, name: str, value: Any) -> None:
-    setattr(module, name, LayerConfig(module.config, value) if name == "config" else value)
 
 
 def _remove(model: Any, name: str, absent: Absent) -> None:

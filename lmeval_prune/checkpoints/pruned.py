@@ -1,22 +1,36 @@
-"""Save checkpoints of cut models atomically, with a manifest of what was removed, and read the manifests."""
+"""Save checkpoints of cut models atomically, with a manifest of what was removed, and read the manifests.
+
+Processors, a sentence encoder's modules and licenses are copied from the model that was cut; weights, configuration,
+tokenizer and card are written anew; code of the model is left out.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
+import shutil
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from pathlib import Path
+from contextlib import suppress
+from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, NotRequired
 
 from annotated_types import Len
+from huggingface_hub.errors import HFValidationError
 from transformers import GenerationConfig
+from transformers.utils import cached_file
 from typing_extensions import TypedDict
 
 from lmeval_prune.architectures import weights_fingerprint
 from lmeval_prune.architectures.sublayer_names import compact_names
-from lmeval_prune.artefacts import TEMPORARY_PREFIX, content_digest, new_folder, read_artefact, write_artefact
-from lmeval_prune.checkpoints import modeling_pruned
-from lmeval_prune.checkpoints.companions import copy_companions
+from lmeval_prune.artefacts import (
+    TEMPORARY_PREFIX,
+    content_digest,
+    new_folder,
+    read_artefact,
+    read_json,
+    write_artefact,
+)
+from lmeval_prune.checkpoints import embedded, modeling_pruned
 from lmeval_prune.checkpoints.identity import weight_files
 from lmeval_prune.checkpoints.loading import PREFIX, auto_model_class, has_pruned_layers, stock_class, task_classes
 from lmeval_prune.errors import InputError, first_few
@@ -26,15 +40,22 @@ SCHEMA, VERSION = "lmeval-prune/checkpoint", 1
 MANIFEST = "lmeval_prune.json"
 _CROSS = "cross."  # begins the names of cross-attention blocks
 PLAN = "plan.json"  # what `cut` removed; a checkpoint that was trained after that has none
+_MODULES = "modules.json"  # of sentence-transformers: the folder of each module, e.g. of the pooling
+_COMPANIONS = (
+    *("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"),
+    "chat_template.json",  # of a processor; that of a tokenizer is written with it
+    *("audio_tokenizer_config.json", "sentence_bert_config.json", "config_sentence_transformers.json", _MODULES),
+    *("LICENSE", "LICENSE.md", "LICENSE.txt", "NOTICE", "NOTICE.md", "NOTICE.txt", "USE_POLICY.md"),
+)
 
 
 class Stage(TypedDict):
-    """One cut."""
+    """One cut: what went, and what stays of heads, channels and blocks."""
 
     parent: dict[str, Any]  # the model that was cut
     plan: dict[str, Any]
     removed: dict[str, Any]  # numbers of removed units, and what stays with zero weights by layer
-    removed_blocks: NotRequired[list[str]]  # names of the blocks that are gone, also of those that lost all units
+    removed_blocks: list[str]  # names of the blocks that are gone, also of those that lost all units
     kept_heads: dict[str, list[int]]
     kept_layers: NotRequired[dict[str, str]]  # label before the cut by the label after it, if blocks are absent
     parameters: dict[str, list[int]]  # `before` and `after` the cut: all, and without embeddings
@@ -83,7 +104,7 @@ def save_checkpoint(
         _write_model(unfinished, model)
         if tokenizer is not None:
             tokenizer.save_pretrained(unfinished)
-        copy_companions(parent, unfinished, revision)
+        _copy_companions(embedded.resolve(parent) if parent else "", unfinished, revision)
         if add_files is not None:
             add_files(unfinished)
         files = {path: content_digest(unfinished / path) for path in sorted(_files(unfinished))}
@@ -115,6 +136,34 @@ def check_folder(folder: str | os.PathLike[str], parents: Collection[str] = (), 
         )
 
 
+def _copy_companions(source: str, folder: Path, revision: str | None) -> None:
+    """Copy those files of a model that are not in the folder yet, if it was loaded from a folder or the Hub."""
+    is_stored = Path(source).is_dir() if source else False
+    if source and not is_stored:
+        with suppress(HFValidationError):  # no name on the Hub
+            is_stored = embedded.cached_file(source, {"revision": revision}) is not None
+
+    def copy(name: str) -> None:
+        optional: dict[str, Any] = {
+            "revision": revision,
+            "_raise_exceptions_for_missing_entries": False,
+            "_raise_exceptions_for_gated_repo": False,
+            "_raise_exceptions_for_connection_errors": False,
+        }
+        file = cached_file(source, name, **optional)
+        if file is not None and not (folder / name).exists():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(file, folder / name)
+
+    for name in _COMPANIONS if is_stored else ():
+        copy(name)
+    modules = read_json(folder / _MODULES, list[dict[str, Any]]) if (folder / _MODULES).is_file() else []
+    for path in (PurePosixPath(str(module.get("path") or "")) for module in modules):
+        if path.parts and not path.is_absolute() and ".." not in path.parts:  # else the transformers model, or outside
+            for name in ("config.json", "model.safetensors", "pytorch_model.bin"):
+                copy(f"{path}/{name}")
+
+
 def _files(folder: Path) -> list[str]:
     """Return relative names of files, links and empty folders under a folder, without the manifest and locks."""
     paths = (path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir() or not any(path.iterdir()))
@@ -123,38 +172,34 @@ def _files(folder: Path) -> list[str]:
 
 
 def _write_model(folder: Path, model: Any) -> None:
-    config = model.config
-    if not has_pruned_layers(config):
-        _save(model, folder)
-        return
-    stock = stock_class(model)
-    classes: dict[str, Any] = dict.fromkeys(task_classes(stock, config), stock)
-    base = auto_model_class("AutoModel", config)  # engines build the model without its head
-    if base is not None or not classes:
-        classes["AutoModel"] = base or stock
-    config.architectures = [f"{PREFIX}{stock.__name__}"]
-    config.auto_map = {name: f"modeling_pruned.{PREFIX}{kind.__name__}" for name, kind in classes.items()}
-    _save(model, folder)
-    code = Path(modeling_pruned.__file__).read_text(encoding="utf-8")
-    for name in dict.fromkeys(kind.__name__ for kind in classes.values()):
-        code += (
-            f"\n\nfrom transformers import {name}  # noqa: E402\n\n\nclass {PREFIX}{name}(Pruned, {name}):\n    pass\n"
-        )
-    (folder / "modeling_pruned.py").write_text(code, encoding="utf-8")
+    """Save with transformers, and the code of the class if layers differ.
 
-
-def _save(model: Any, folder: Path) -> None:
-    """Save with transformers; write generation settings directly, because transformers refuses some that it reads."""
-    settings = getattr(model, "generation_config", None)
-    if settings is None:
-        model.save_pretrained(folder)
-        return
-    model.generation_config = GenerationConfig()
+    Generation settings are written directly, because transformers refuses some that it reads.
+    """
+    config, settings = model.config, getattr(model, "generation_config", None)
+    if has_pruned_layers(config):
+        stock = stock_class(model)
+        classes: dict[str, Any] = dict.fromkeys(task_classes(stock, config), stock)
+        base = auto_model_class("AutoModel", config)  # engines build the model without its head
+        if base is not None or not classes:
+            classes["AutoModel"] = base or stock
+        config.architectures = [f"{PREFIX}{stock.__name__}"]
+        config.auto_map = {name: f"modeling_pruned.{PREFIX}{kind.__name__}" for name, kind in classes.items()}
+    if settings is not None:
+        model.generation_config = GenerationConfig()
     try:
         model.save_pretrained(folder)
     finally:
-        model.generation_config = settings
-    settings.to_json_file(folder / "generation_config.json", use_diff=True, keys_to_pop=["compile_config"])
+        if settings is not None:
+            model.generation_config = settings
+    if settings is not None:
+        settings.to_json_file(folder / "generation_config.json", use_diff=True, keys_to_pop=["compile_config"])
+    if has_pruned_layers(config):
+        code = Path(modeling_pruned.__file__).read_text(encoding="utf-8")
+        for name in dict.fromkeys(kind.__name__ for kind in classes.values()):
+            code += f"\n\nfrom transformers import {name}  # noqa: E402\n\n\n"
+            code += f"class {PREFIX}{name}(Pruned, {name}):\n    pass\n"
+        (folder / "modeling_pruned.py").write_text(code, encoding="utf-8")
 
 
 # --------------------------------------------------------------------------- manifests
@@ -163,9 +208,7 @@ def _save(model: Any, folder: Path) -> None:
 def read_manifest(folder: str | os.PathLike[str]) -> dict[str, Any] | None:
     """Return the manifest of a checkpoint, or None if it has none; refuse a damaged manifest (`InputError`)."""
     path = Path(folder) / MANIFEST
-    if not path.is_file():
-        return None
-    return read_artefact(path, SCHEMA, VERSION, Manifest)[0]
+    return read_artefact(path, SCHEMA, VERSION, Manifest)[0] if path.is_file() else None
 
 
 def manifest_of(model: Any) -> dict[str, Any] | None:
@@ -219,32 +262,25 @@ def first_labels(stages: Iterable[Mapping[str, Any]]) -> dict[str, str]:
 
 def removed_blocks(stages: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     """Return the blocks that each cut removed as a whole, by their names in the model before the first of the cuts."""
+
+    def first_name(name: str, labels: Mapping[str, str]) -> str:
+        label, _, kind = name.rpartition(".")
+        if label.startswith(_CROSS):  # cross-attention is in a layer of the decoder
+            layer = f"decoder.{label.removeprefix(_CROSS)}"
+            return f"{_CROSS}{labels.get(layer, layer).removeprefix('decoder.')}.{kind}"
+        return f"{labels.get(label, label)}.{kind}"
+
     return [
-        [_first_name(name, first_labels(stages[:number])) for name in stage.get("removed_blocks", ())]
+        [first_name(name, first_labels(stages[:number])) for name in stage["removed_blocks"]]
         for number, stage in enumerate(stages)
     ]
-
-
-def _first_name(name: str, labels: Mapping[str, str]) -> str:
-    """Return a block's name with the first label of its layer; cross-attention is in a layer of the decoder."""
-    label, _, kind = name.rpartition(".")
-    if not label.startswith(_CROSS):
-        return f"{labels.get(label, label)}.{kind}"
-    layer = f"decoder.{label.removeprefix(_CROSS)}"
-    return f"{_CROSS}{labels.get(layer, layer).removeprefix('decoder.')}.{kind}"
-
-
-def blocks_text(stages: Sequence[Mapping[str, Any]]) -> str:
-    """Return the blocks that all cuts removed, as `L5-7+L9.attention`; empty if none."""
-    return compact_names(name for names in removed_blocks(stages) for name in names)
 
 
 def removal_summary(manifest: dict[str, Any]) -> str:
     """Return one line about what was removed from a cut checkpoint."""
     columns = checkpoint_columns(manifest)
     counts = ", ".join(f"{count} {name}" for name, count in columns["removed"].items())
-    blocks, stages = blocks_text(manifest["stages"]), columns["stages"]
-    return (
-        f"{counts} removed from {columns['parent']['name']} in {stages} stage{'s' * (stages > 1)}"
-        f"{f'; blocks: {blocks}' if blocks else ''}"
-    )
+    blocks = compact_names(name for names in removed_blocks(manifest["stages"]) for name in names)  # L5-7+L9.attention
+    about = f"; blocks: {blocks}" if blocks else ""
+    stages = columns["stages"]
+    return f"{counts} removed from {columns['parent']['name']} in {stages} stage{'s' * (stages > 1)}{about}"

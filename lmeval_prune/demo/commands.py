@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import shlex
 import sys
-import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 
-MODEL = "smollm2-135m"
 YOURS = "YOUR_MODEL"
 
 
-def demo(pretrained: str = MODEL, output: str = "out/demo") -> int:
+def demo(pretrained: str = "smollm2-135m", output: str = "out/demo") -> int:
     """Show what pruning heads does to a model, how fast variants are decoded, and what a cut saves.
 
     Measures the distance from the dense model and the accuracy on packaged problems, with the least important and with
-    random heads pruned; decodes eight prompts under nine masks together and one mask at a time; and cuts a quarter of
+    random heads pruned; decodes two prompts under ten masks together and one mask at a time; and cuts a quarter of
     the parameters of heads and channels for good. Writes `page.html`, `demo.json` and the cut model.
 
     Args:
@@ -27,53 +22,28 @@ def demo(pretrained: str = MODEL, output: str = "out/demo") -> int:
         output: folder of the page, the figures and the cut model
     """
     from lmeval_prune.artefacts import check_writable
-    from lmeval_prune.checkpoints import embedded
 
-    folder = Path(output)
-    page = folder / "page.html"
-    check_writable(page)
-    if pretrained in embedded.MODELS or Path(pretrained).is_dir():  # nothing is to be downloaded
-        os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # set before torch starts: idle OpenMP threads sleep soon
-    folder.mkdir(parents=True, exist_ok=True)
-    errors = sys.stderr
-    print(f"Prunes heads of {pretrained} and cuts a smaller model out: some minutes on two cores", file=errors)
-    with _messages_to(folder / "demo.log"):
-        from lmeval_prune.demo.figures import summary
-        from lmeval_prune.demo.page import write_page
-        from lmeval_prune.demo.run import ranked_name, run
+    page = Path(output) / "page.html"
+    check_writable(page)
+    print(f"Prunes heads of {pretrained} and cuts a smaller model out: about a minute on two cores", file=sys.stderr)
+    from lmeval_prune.demo.page import summary, write_page
+    from lmeval_prune.demo.run import ranked_name, run
+    from lmeval_prune.reporting.quiet import silence_libraries
 
-        results = run(pretrained, folder, errors)
-        write_page(results, page)
-    print(f"{summary(results)}\n\nThe curves, the map of heads and the answers: {page}")
-    print(next_steps(pretrained, results["masks"][ranked_name(results["shares"][0])][:2]))
-    return 0
-
-
-def next_steps(pretrained: str, heads: Sequence[str]) -> str:
-    """Return commands that go on with the model and heads of it, and commands for a model of one's own."""
-    model, names = shlex.quote(pretrained), "+".join(heads)
+    silence_libraries()
+    results = run(pretrained, page.parent)
+    write_page(results, page)
+    model, heads = shlex.quote(pretrained), "+".join(results["masks"][ranked_name(results["shares"][0])][:2])
+    arguments = shlex.quote(f"pretrained={pretrained},heads={heads}")
     text = "--task prune_tiny_cloze --windows 9 --tokens 64"
-    arguments = shlex.quote(f"pretrained={pretrained},heads={names}")
-    return f"""Next, with the same model; data sets are not needed:
-  lmeval-prune distance {model} --heads {names} --task prune_tiny_choice
+    print(f"""{summary(results)}
+The curves, the map of heads and the answers: {page}
+Next, with the same model; data sets are not needed:
+  lmeval-prune distance {model} --heads {heads} --task prune_tiny_choice
   lm_eval --model pruned-hf --model_args {arguments} --tasks prune_tiny_cloze
   lmeval-prune prune --pretrained {model} --method flap --ratio 0.2 {text} --output out/fifth.json --cut out/fifth
 With one of your own, a folder or a name on the Hub in place of {YOURS}:
   lmeval-prune heads --pretrained {YOURS}
-  lmeval-prune demo --pretrained {YOURS} --output out/yours"""
-
-
-@contextmanager
-def _messages_to(path: Path) -> Iterator[None]:
-    """Write to a file what libraries print, log and warn about inside the block."""
-    with path.open("w", encoding="utf-8") as file, redirect_stdout(file), redirect_stderr(file):
-        handler, root = logging.StreamHandler(file), logging.getLogger()
-        others = root.handlers[:]
-        root.handlers[:] = [handler]
-        try:
-            with warnings.catch_warnings():
-                yield
-        finally:
-            root.handlers[:] = others
+  lmeval-prune demo --pretrained {YOURS} --output out/yours""")
+    return 0

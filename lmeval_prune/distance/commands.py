@@ -35,37 +35,35 @@ def distance(
         raise InputError("name what is compared with the model: --heads, --mask or --checkpoint")
     if settings.text:
         check_exists(settings.text, file=True)
-    names = _names(heads, mask, checkpoint)
+    files = (Path(value).stem if value.endswith(".json") else value for value in (*heads, *mask))
+    names = [*files, *map(str, checkpoint)]
+    if repeated := [name for name in names if ["dense", *names].count(name) > 1]:
+        raise InputError(f"two variants are called {repeated[0]!r}; name each once, files by different names")
     from lmeval_prune.artefacts import check_writable
-    from lmeval_prune.distance.report import write
-    from lmeval_prune.distance.texts import check_models, load, read_windows, task_requests
-    from lmeval_prune.distance.variants import measure
+    from lmeval_prune.distance.texts import check_models, load, read_windows, record_requests
+    from lmeval_prune.distance.variants import measure, write
     from lmeval_prune.models.arguments import Arguments
+    from lmeval_prune.tasks.loading import task_manager
 
     check_writable(output)
     arguments = [*({"heads": value} for value in heads), *({"mask": path} for path in mask)]
     pairs = zip(names, arguments, strict=False)  # the names of checkpoints come last
     variants = {name: Arguments.of(model_args).interventions for name, model_args in pairs}
-    check_models(
-        pretrained,
-        settings,
-        [intervention for interventions in variants.values() for intervention in interventions],
-        checkpoint,
-    )
+    check_models(pretrained, settings, [one for several in variants.values() for one in several], checkpoint)
     lm, others = load(pretrained, settings), {name: partial(load, name, settings) for name in checkpoint}
     texts = read_windows(lm, settings) if settings.text else ()
-    requests = task_requests(lm, settings) if settings.task else {}
+    requests = {}
+    if settings.task:
+        requests = record_requests(
+            lm,
+            tasks=[settings.task],
+            task_manager=task_manager(settings.metadata),
+            limit=settings.limit,
+            num_fewshot=settings.num_fewshot,
+            gen_kwargs=settings.gen_kwargs or None,
+            apply_chat_template=settings.apply_chat_template,
+            fewshot_as_multiturn=settings.apply_chat_template,  # the default of lm-eval's command
+            system_instruction=settings.system_instruction,
+        )
     print(write(output, pretrained, settings, measure(lm, requests, variants, others, texts)))
     return 0
-
-
-def _names(heads: Sequence[str], mask: Sequence[str], checkpoint: Sequence[str]) -> list[str]:
-    """Return the names of the variants, which differ from each other and from that of the dense model."""
-    names = [*map(_name, heads), *map(_name, mask), *map(str, checkpoint)]
-    if repeated := [name for name in names if ["dense", *names].count(name) > 1]:
-        raise InputError(f"two variants are called {repeated[0]!r}; name each once, files by different names")
-    return names
-
-
-def _name(value: str) -> str:
-    return Path(value).stem if value.endswith(".json") else value

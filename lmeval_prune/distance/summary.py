@@ -66,13 +66,8 @@ def summarize_answers(texts: pd.DataFrame) -> Summary:
         share of answers that `max_gen_toks` ended. Standard errors (`…_se`) as in `summarize_tokens`.
     """
     first_differences = texts["first_difference"].dropna()
-    columns = pd.DataFrame(
-        {
-            "same_answers": texts["first_difference"].isna(),
-            "mean_tokens": texts["answer_tokens"],
-            "cut_off": texts["cut_off"],
-        }
-    )
+    columns = pd.DataFrame({"mean_tokens": texts["answer_tokens"], "cut_off": texts["cut_off"]})
+    columns.insert(0, "same_answers", texts["first_difference"].isna())
     documents = list(zip(texts["task"], texts["doc_id"], strict=True))
     means, errors = clustered_means(columns.to_numpy(float), documents)
     estimates = dict(zip(columns, zip(means, errors, strict=True), strict=True))
@@ -122,15 +117,11 @@ def table(rows: Mapping[str, Summary]) -> str:
 
 
 def cells(row: Summary) -> dict[str, str]:
-    """Format a summary, by column."""
-    return {
-        column: _cell(row, name, digits, factor, has_error)
-        for name, column, digits, factor, has_error in _COLUMNS
-        if name in row
-    }
-
-
-def _cell(row: Summary, name: str, digits: int, factor: float, has_error: bool) -> str:
-    """Format an estimate with its standard error if it is known."""
-    numbers = [row[name], row[f"{name}_se"] if has_error else None]
-    return " ± ".join(f"{factor * number:.{digits}f}" for number in numbers if number is not None)
+    """Format a summary, by column; estimates with their standard errors if these are known."""
+    texts = {}
+    for name, column, digits, factor, has_error in _COLUMNS:
+        if name in row:
+            numbers = [row[name], row[f"{name}_se"] if has_error else None]
+            known = [number for number in numbers if number is not None]
+            texts[column] = " ± ".join(f"{factor * number:.{digits}f}" for number in known)
+    return texts

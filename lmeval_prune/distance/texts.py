@@ -89,21 +89,6 @@ def read_windows(lm: RecordingLM, settings: DistanceOptions) -> list[Text]:
     return [Text(row[:1], row[1:], ("text", number)) for number, row in enumerate(rows)]
 
 
-def task_requests(lm: RecordingLM, settings: DistanceOptions) -> dict[str, list[Any]]:
-    """Return the requests of a task by kind."""
-    return record_requests(
-        lm,
-        tasks=[settings.task],
-        task_manager=task_manager(settings.metadata),
-        limit=settings.limit,
-        num_fewshot=settings.num_fewshot,
-        gen_kwargs=settings.gen_kwargs or None,
-        apply_chat_template=settings.apply_chat_template,
-        fewshot_as_multiturn=settings.apply_chat_template,  # the default of lm-eval's command
-        system_instruction=settings.system_instruction,
-    )
-
-
 def scored_texts(lm: RecordingLM, requests: Mapping[str, list[Any]]) -> list[Text]:
     """Return the texts of log-likelihood requests, divided into windows as by lm-eval's `hf`."""
     texts = []

@@ -20,7 +20,6 @@ import torch
 
 from lmeval_prune.architectures import ModelMap, input_device
 from lmeval_prune.decoding import Engine, LikelihoodRequest
-from lmeval_prune.distance.summary import COLUMNS as COLUMNS
 from lmeval_prune.interventions import HeadMask, Intervention
 
 CHUNK = 64  # tokens of a plain pass whose logits are compared at once
@@ -120,13 +119,7 @@ def logits_of(model: Any) -> Logits:
 
 def logits_under(interventions: Sequence[Intervention], model_map: ModelMap) -> Logits:
     """Return the function that runs a causal model on a text under interventions."""
-    run = logits_of(model_map.model)
-
-    def logits(tokens: Sequence[int]) -> torch.Tensor:
-        with applied(interventions, model_map.model, model_map):
-            return run(tokens)
-
-    return logits
+    return applied(interventions, model_map.model, model_map)(logits_of(model_map.model))
 
 
 def other_distances(dense: Logits, other: Logits, texts: Sequence[Text]) -> list[torch.Tensor]:

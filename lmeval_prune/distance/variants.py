@@ -1,18 +1,28 @@
-"""Measure the distance of interventions and of other checkpoints from a dense model."""
+"""Measure the distance of interventions and of other checkpoints from a dense model, and write it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import pandas as pd
 import torch
 
+from lmeval_prune.artefacts import without_nan, write_artefact, write_text
 from lmeval_prune.distance.options import DistanceOptions
-from lmeval_prune.distance.summary import COLUMNS, Summary, first_difference, summarize_texts
+from lmeval_prune.distance.summary import (
+    COLUMNS,
+    Summary,
+    first_difference,
+    summarize,
+    summarize_answers,
+    summarize_texts,
+    table,
+)
 from lmeval_prune.distance.texts import RecordingLM, check_models, document, load, read_windows, scored_texts
 from lmeval_prune.distance.tokens import Text, applied, logits_of, masks_of, other_distances, token_distances
 from lmeval_prune.interventions import HeadMask, Intervention
@@ -80,7 +90,10 @@ def measure(
     answers: dict[str, Answers] = {}
     if generated:
         answers = answers_under(lm, generated, variants)
-        texts = answered_texts(lm, generated, answers[DENSE])
+        for request, answer in zip(generated, answers[DENSE].tokens, strict=True):
+            params, _ = generation.engine_settings(lm, generation.without_sampling(request.args[1]))
+            prompt = generation.prompt_tokens(lm, request, params.max_new_tokens)
+            texts.append(Text(prompt, tuple(answer), document(request)))
     assert lm.engine is not None
     tokens = token_distances(lm.engine, variants, texts)
     for name, load_other in others.items():
@@ -103,16 +116,6 @@ def measure_checkpoints(names: Sequence[str], text: str) -> dict[str, Summary]:
             summaries[name] = summarize_texts(other_distances(logits_of(lm.model), logits_of(other.model), texts))
         del other  # before the next one is loaded
     return summaries
-
-
-def answered_texts(lm: RecordingLM, requests: Sequence[Any], answers: Answers) -> list[Text]:
-    """Return requests with their answers as texts."""
-    texts = []
-    for request, answer in zip(requests, answers.tokens, strict=True):
-        params, _ = generation.engine_settings(lm, generation.without_sampling(request.args[1]))
-        prompt = generation.prompt_tokens(lm, request, params.max_new_tokens)
-        texts.append(Text(prompt, tuple(answer), document(request)))
-    return texts
 
 
 def answers_under(
@@ -145,3 +148,28 @@ def greedy_answers(
     assert lm.engine is not None
     generation.generate_until(lm, lm.engine, repeated, [0] * len(repeated), done, 0, row_masks, is_greedy=True)
     return answers
+
+
+def write(output: str, pretrained: str, settings: DistanceOptions, distances: Distances) -> str:
+    """Write the JSON file and the table, and return what the command prints."""
+    frames = {name: distances.frame(name) for name in distances.tokens}
+    summaries = {name: summarize(frame) for name, frame in frames.items()}
+    dense: Summary = {}
+    if distances.answers:
+        answers, frame = distances.answers[DENSE], next(iter(frames.values()))
+        lengths = frame.assign(answer_tokens=list(map(len, answers.tokens)), cut_off=answers.cut_off)
+        answer_summary = summarize_answers(lengths)
+        dense = {name: answer_summary[name] for name in ("mean_tokens", "mean_tokens_se", "cut_off", "cut_off_se")}
+    variants: dict[str, Any] = {}
+    for variant, frame in frames.items():  # of each text, the means over its tokens
+        means = {name: [float(values.mean()) for values in frame[name]] for name in COLUMNS}
+        rows = frame.assign(tokens=frame["kld"].map(len), **means).to_dict("records")
+        plain = [{key: None if x is pd.NA else without_nan(x) for key, x in row.items()} for row in rows]
+        variants[variant] = {**summaries[variant], "texts": plain}
+    content = {"model": pretrained, "settings": vars(settings), "dense": dense, "variants": variants}
+    write_artefact(output, "lmeval-prune/distance", 1, content)
+    lines = table(({DENSE: dense} if dense else {}) | summaries)
+    first = next(iter(summaries.values()))
+    text = f"{lines}\n\n{first['tokens']} tokens of {first['documents']} documents; ±: standard error over documents.\n"
+    write_text(Path(output).with_suffix(".md"), text)
+    return f"{text}{output} and .md"

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from dataclasses import replace
+from typing import Literal
 
 from lmeval_prune.config import command
 from lmeval_prune.errors import InputError
@@ -44,10 +45,14 @@ def adapter(
     from lmeval_prune.checkpoints.skeleton import skeleton_of
     from lmeval_prune.export.adapters import AdapterExport
     from lmeval_prune.export.servers import adapter_lines
-    from lmeval_prune.interventions import HeadMask
+    from lmeval_prune.interventions import HeadMask, load_intervention
 
     masks = [HeadMask(names, allow_empty_layer=allow_empty_layer) for names in heads]
-    masks += [_load_mask(path, allow_other_model, allow_empty_layer) for path in mask]
+    for path in mask:
+        loaded = load_intervention(path, allow_other_model).converted(HeadMask)  # of a plan that removes only heads
+        if not isinstance(loaded, HeadMask):
+            raise InputError(f"{path} is no mask of heads alone; cut it: `lmeval-prune export model --plan {path}`")
+        masks.append(replace(loaded, allow_empty_layer=loaded.allow_empty_layer or allow_empty_layer))
     pool = [f"L{layer}H*" for layer in layers] + ([each] if each else [])
     if pool:
         model_map = map_model(skeleton_of(pretrained, revision))
@@ -55,15 +60,13 @@ def adapter(
     if not masks:
         raise InputError("name heads to prune: --heads L5H3+L15H0, --mask FILE, --layers 5,15 or --each L5H0-3")
     export = AdapterExport(pretrained, masks, output, dtype, format, served, revision)
-    written = existing = 0
+    written = 0
     for name, is_new in export.run():
-        written, existing = written + is_new, existing + (not is_new)
         if is_new:
+            written += 1
             print(export.output / name, flush=True)
-    print(
-        f"{output}: {written} adapters written, {existing} kept; "
-        f"rank {export.rank}, {export.dtype}; merged, all are exact"
-    )
+    counts = f"{written} adapters written, {len(export.masks) - written} kept"
+    print(f"{output}: {counts}; rank {export.rank}, {export.dtype}; merged, all are exact")
     for line in adapter_lines(export, None if served else revision):
         print(f"\n{line}")
     return 0
@@ -121,16 +124,3 @@ def model(
     for line in model_lines(output, format, config):
         print(f"\n{line}")
     return 0
-
-
-def _load_mask(path: str, allow_other_model: bool, allow_empty_layer: bool) -> Any:
-    """Load a mask, or a plan that removes only heads."""
-    from dataclasses import replace
-
-    from lmeval_prune.interventions import HeadMask, load_intervention
-
-    loaded = load_intervention(path, allow_other_model)
-    mask = loaded.converted(HeadMask)
-    if not isinstance(mask, HeadMask):
-        raise InputError(f"{path} is no mask of heads alone; cut it: `lmeval-prune export model --plan {path}`")
-    return replace(mask, allow_empty_layer=mask.allow_empty_layer or allow_empty_layer)

@@ -1,4 +1,9 @@
-"""Write models as GGUF files, also with layers of different shapes, and with layers that lack a block."""
+"""Write models as GGUF, llama.cpp's file format, also with layers that differ, and with layers that lack a block.
+
+`deci` computes a layer with no heads without attention, but in a layer with no channels it drops the attention, too;
+and it takes the width of heads from the first layer. So a layer without a feed-forward block is written with one
+channel of zeros, and a first layer without attention with one head of zeros. A layer without any block is left out.
+"""
 
 from __future__ import annotations
 
@@ -6,35 +11,44 @@ import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from gguf import GGML_QUANT_VERSION, GGUFWriter, LlamaFileType, RopeScalingType
+from gguf import (
+    GGML_QUANT_VERSION,
+    MODEL_ARCH_NAMES,
+    GGMLQuantizationType,
+    GGUFWriter,
+    LlamaFileType,
+    RopeScalingType,
+    get_tensor_name_map,
+)
+from gguf.quants import quantize
+from torch import Tensor
 
-from lmeval_prune.architectures import ModelMap, map_model
+from lmeval_prune.architectures import ModelMap, map_model, text_config
+from lmeval_prune.architectures.blocks import is_absent
+from lmeval_prune.architectures.layers import layers_in
 from lmeval_prune.artefacts import check_writable, new_file
 from lmeval_prune.checkpoints.pruned import is_trained, manifest_of
 from lmeval_prune.checkpoints.skeleton import check_unquantised, skeleton_of, with_weights
 from lmeval_prune.checkpoints.tokenizer import tokenizer_of
 from lmeval_prune.decoding.request import end_tokens
 from lmeval_prune.errors import InputError
-from lmeval_prune.export.gguf_format import (
-    GGUF_TYPES,
-    SERVER_DTYPES,
-    GGUFFile,
-    gguf_architecture,
-    rope_of,
-    tensor_names,
-)
-from lmeval_prune.export.gguf_layers import GGUFLayer, gguf_layers
 from lmeval_prune.export.gguf_tokenizer import add_tokenizer, check_tokenizer
 from lmeval_prune.interventions.plan import Plan
 from lmeval_prune.surgery.card import pruning_tags, removed_lines, write_card
 from lmeval_prune.surgery.cut import cut_checkpoint, identity_of
 
-CARD_SUFFIX = ".README.md"  # beside the file: several may share a folder
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+GGUF_TYPES = {
+    torch.float32: GGMLQuantizationType.F32,
+    torch.float16: GGMLQuantizationType.F16,
+    torch.bfloat16: GGMLQuantizationType.BF16,
+}
+SERVER_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in GGUF_TYPES}  # types that servers support
 MANIFEST = "lmeval_prune.manifest"  # key of the manifest, in JSON
-INTERLEAVED_ARCHITECTURES = ("llama", "deci")  # see `interleave_rows`
+_QWEN2_BIASES = ("self_attn.q_proj.bias", "self_attn.k_proj.bias", "self_attn.v_proj.bias")
 
 
 def export_gguf(
@@ -49,7 +63,10 @@ def export_gguf(
     """Write a model as a GGUF file with a card, cut by a plan if there is one; see `lmeval-prune export model`."""
     bare = skeleton_of(pretrained, revision)
     check_unquantised(bare, pretrained)
-    check_writable_as_gguf(map_model(bare))
+    gguf_architecture(map_model(bare))
+    rope_type, activation = rope_of(bare.config)["rope_type"], bare.config.hidden_act
+    if rope_type not in ("default", "linear", "llama3") or activation != "silu":
+        raise InputError(f"GGUF files are not written with rope of type {rope_type} and {activation}")
     tokenizer = tokenizer_of(pretrained, revision)
     if tokenizer is not None:
         check_tokenizer(tokenizer, splitting)
@@ -61,19 +78,84 @@ def export_gguf(
         model = with_weights(bare, pretrained, revision)
         manifest = manifest_of(model) or {"parent": identity_of(map_model(model)), "stages": [], "notes": []}
     notes = [note for note in manifest["notes"] if note != manifest.get("about_class")]  # GGUF has no classes
-    notes += [layer.note for layer in gguf_layers(map_model(model)) if layer.note]
+    for number, layer in enumerate(gguf_layers(map_model(model))):
+        if layer.fillers:
+            notes.append(f"blk.{number} has zeros in {', '.join(layer.fillers)}, because llama.cpp needs this block")
     manifest = {**manifest, "notes": notes}
     torch_dtype = SERVER_DTYPES[dtype] if dtype else None
     architecture = write_gguf_model(output, model, manifest, tokenizer, torch_dtype, splitting)
     training = "It was trained afterwards." if not plan and "files" in manifest and is_trained(manifest) else ""
     tags, removed = ["gguf", *pruning_tags(manifest)], removed_lines(manifest)
-    write_card(
-        Path(output).with_suffix(CARD_SUFFIX), Path(output).name, (pretrained, revision), "gguf", tags, removed,
-        "text-generation", training, is_adapter=False,
-    )  # fmt: skip
+    path = Path(output).with_suffix(".README.md")  # beside the file: several may share a folder
+    origin, task = (pretrained, revision), "text-generation"
+    write_card(path, Path(output).name, origin, "gguf", tags, removed, task, training, is_adapter=False)
     print(f"{output}: architecture {architecture}{'' if tokenizer else ', no tokenizer'}")
     for note in notes:
         print(f"  {note}")
+
+
+def gguf_architecture(model_map: ModelMap) -> str:
+    """Return llama.cpp's architecture for a model, with or without weights.
+
+    - `llama` needs the same numbers of heads and channels in all layers; `deci` allows different numbers, and layers
+      without attention. Both allow biases everywhere and Llama 3's rope factors. Their query and key rows have another
+      order (`interleave_rows`).
+    - `qwen2` allows only its own biases, and heads · head_dim must equal the hidden size. Any other Qwen2 is written as
+      `llama` or `deci`.
+    - `qwen3` is the only one that normalises queries and keys.
+    """
+    family, config = model_map.model_type, model_map.model.config
+    if family not in FAMILIES or text_config(model_map.model) is not config:  # the latter: towers for images or sound
+        raise InputError(f"{config.model_type} models are not written as GGUF; supported: {', '.join(FAMILIES)}")
+    is_uniform = len({(layer.heads, layer.kv_heads, layer.channels) for layer in gguf_layers(model_map)}) == 1
+    biases = [name for name, _ in model_map.model.named_parameters() if name.endswith(".bias")]
+    has_biases = any(not (family == "qwen2" and name.endswith(_QWEN2_BIASES)) for name in biases)
+    is_stock = is_uniform and not has_biases and rope_of(config)["rope_type"] != "llama3"
+    if family == "qwen3" and not is_stock:
+        raise InputError(
+            "llama.cpp's qwen3 supports neither layers that differ nor biases nor llama3's rope; write a checkpoint"
+        )
+    first = model_map.attention[0]
+    if family == "qwen3" or (family == "qwen2" and is_stock and first.heads * first.head_dim == config.hidden_size):
+        return family
+    return "llama" if is_uniform else "deci"
+
+
+class GGUFLayer(NamedTuple):
+    """One layer of a GGUF file."""
+
+    name: str  # dotted name of the layer's module
+    heads: int
+    kv_heads: int
+    channels: int
+    fillers: dict[str, tuple[int, ...]]  # shapes of the weights that stand in for a missing block, by name
+
+
+def gguf_layers(model_map: ModelMap) -> list[GGUFLayer]:
+    """Return the layers of a model with a single stack that have a block."""
+    blocks = {layer.index: layer for layer in model_map.attention}
+    feed_forward = {block.index: block for block in model_map.feed_forward}
+    hidden, width = model_map.model.config.hidden_size, model_map.attention[0].head_dim
+    layers: list[GGUFLayer] = []
+    for layer in layers_in(model_map.model, model_map.attention[0].family):
+        if is_absent(layer.module):
+            continue
+        attention, channels, shapes = blocks.get(layer.index), 1, dict[str, tuple[int, ...]]()
+        if attention is None and not layers:
+            shapes |= dict.fromkeys(("attn_q", "attn_k", "attn_v"), (width, hidden))
+            shapes |= {"attn_output": (hidden, width), "attn_norm": (hidden,)}
+        if layer.index in feed_forward:
+            channels = feed_forward[layer.index].channels
+        else:
+            shapes |= {"ffn_gate": (1, hidden), "ffn_up": (1, hidden), "ffn_down": (hidden, 1), "ffn_norm": (hidden,)}
+        heads = (attention.heads, attention.kv_heads) if attention else (int(not layers),) * 2
+        layers.append(GGUFLayer(layer.name, *heads, channels, shapes))
+    return layers
+
+
+def rope_of(config: Any) -> dict[str, Any]:
+    """Return the rope parameters of a configuration."""
+    return {"rope_type": "default", "rope_theta": 10000.0, **(getattr(config, "rope_parameters", None) or {})}
 
 
 def write_gguf_model(
@@ -90,31 +172,20 @@ def write_gguf_model(
     pre-tokenizer, if it cannot be recognised. Without a tokenizer, the server takes prompts as tokens only.
     """
     model_map = map_model(model)
-    architecture = check_writable_as_gguf(model_map)
-    dtype = dtype or model.dtype
+    architecture, dtype = gguf_architecture(model_map), dtype or model.dtype
     file_type = "ALL_F32" if dtype == torch.float32 else f"MOSTLY_{GGUF_TYPES[dtype].name}"
     with new_file(Path(path)) as temporary:
-        file = GGUFFile(temporary, architecture)
-        _add_settings(file.writer, model_map)
-        file.writer.add_file_type(LlamaFileType[file_type])
-        file.writer.add_string(MANIFEST, json.dumps(manifest))
+        writer = GGUFWriter(str(temporary), architecture, use_temp_file=True)
+        _add_settings(writer, model_map)
+        writer.add_file_type(LlamaFileType[file_type])
+        writer.add_string(MANIFEST, json.dumps(manifest))
         if tokenizer is None:
-            file.writer.add_tokenizer_model("no_vocab")
+            writer.add_tokenizer_model("no_vocab")
         else:
             ends = end_tokens(getattr(model, "generation_config", None)) or end_tokens(model.config)
-            add_tokenizer(file.writer, tokenizer, model.config.vocab_size, splitting, ends)
-        _add_tensors(file, model_map, architecture, dtype)
-        file.write()
-    return architecture
-
-
-def check_writable_as_gguf(model_map: ModelMap) -> str:
-    """Return the architecture for a model, with or without weights; refuse a model that cannot be written."""
-    config = model_map.model.config
-    architecture = gguf_architecture(model_map)
-    rope_type, activation = rope_of(config)["rope_type"], config.hidden_act
-    if rope_type not in ("default", "linear", "llama3") or activation != "silu":
-        raise InputError(f"llama.cpp's {architecture} has no rope of type {rope_type} with {activation}")
+            add_tokenizer(writer, tokenizer, model.config.vocab_size, splitting, ends)
+        _add_tensors(writer, model_map, architecture, dtype)
+        write_gguf(writer)
     return architecture
 
 
@@ -147,35 +218,60 @@ def _number_or_list(numbers: Sequence[int]) -> Any:
     return numbers[0] if len(set(numbers)) == 1 else list(numbers)
 
 
-def _renumbered(name: str, layers: Sequence[GGUFLayer]) -> str:
-    for layer in layers:
-        if name.startswith(f"{layer.name}."):
-            return f"{layer.name.rpartition('.')[0]}.{layer.number}{name.removeprefix(layer.name)}"
-    return name
-
-
-def _add_tensors(file: GGUFFile, model_map: ModelMap, architecture: str, dtype: torch.dtype) -> None:
-    model = model_map.model
+def _add_tensors(writer: GGUFWriter, model_map: ModelMap, architecture: str, dtype: torch.dtype) -> None:
+    model, layers = model_map.model, gguf_layers(model_map)
     heads_of_rows = {}
-    if architecture in INTERLEAVED_ARCHITECTURES:
+    if architecture in ("llama", "deci"):
         names = {module: name for name, module in model.named_modules()}
         for layer in model_map.attention:
             heads_of_rows[f"{names[layer.module]}.q_proj"] = layer.heads
             heads_of_rows[f"{names[layer.module]}.k_proj"] = layer.kv_heads
-    layers = gguf_layers(model_map)
-    gguf_name_of = tensor_names(architecture, len(layers))
-    for gguf_layer in layers:
-        for name, tensor in gguf_layer.fillers(model_map):
-            file.add(name, tensor, dtype if tensor.dim() > 1 else torch.float32)
+    for number, gguf_layer in enumerate(layers):
+        for part, shape in gguf_layer.fillers.items():
+            values = torch.ones(shape) if len(shape) == 1 else torch.zeros(shape)
+            add_tensor(writer, f"blk.{number}.{part}.weight", values, dtype)
+    gguf_names = get_tensor_name_map(
+        next(number for number, name in MODEL_ARCH_NAMES.items() if name == architecture), len(layers)
+    )
     for name, tensor in model.state_dict().items():
         if name == "lm_head.weight" and tensor.data_ptr() == model.get_input_embeddings().weight.data_ptr():
             continue  # llama.cpp uses the embeddings instead
-        gguf_name = gguf_name_of(_renumbered(name, layers))
+        renumbered = name
+        for number, gguf_layer in enumerate(layers):
+            if name.startswith(f"{gguf_layer.name}."):
+                stack = gguf_layer.name.rpartition(".")[0]
+                renumbered = f"{stack}.{number}{name.removeprefix(gguf_layer.name)}"
+        gguf_name = gguf_names.get_name(renumbered, (".weight", ".bias"))
         assert gguf_name, f"llama.cpp's {architecture} has no tensor for {name}"
-        heads = heads_of_rows.get(name.rpartition(".")[0], 0)
-        file.add(gguf_name, tensor, dtype if tensor.dim() > 1 else torch.float32, heads)
-    if rope_of(model.config)["rope_type"] == "llama3":
+        heads = heads_of_rows.get(name.rpartition(".")[0])
+        add_tensor(writer, gguf_name, interleave_rows(tensor, heads) if heads else tensor, dtype)
+    rope = rope_of(model.config)
+    if rope["rope_type"] == "llama3":
         frequencies = model.model.rotary_emb.inv_freq.to(torch.float64)
         exponents = torch.arange(len(frequencies), dtype=torch.float64) / len(frequencies)
-        unscaled = rope_of(model.config)["rope_theta"] ** -exponents
-        file.add("rope_freqs.weight", unscaled / frequencies, torch.float32)
+        add_tensor(writer, "rope_freqs.weight", rope["rope_theta"] ** -exponents / frequencies, torch.float32)
+
+
+def interleave_rows(rows: Tensor, heads: int) -> Tensor:
+    """Reorder the rows of a query or key projection, shape (heads * d, ...), for llama.cpp's `llama` and `deci`.
+
+    Rope rotates pairs of a head's rows: rows i and i + d/2 in transformers, rows 2i and 2i + 1 in these architectures.
+    """
+    return rows.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
+
+
+def add_tensor(writer: GGUFWriter, name: str, tensor: Tensor, dtype: torch.dtype) -> None:
+    """Add a matrix as `dtype`, or a vector as float32."""
+    gguf_type = GGUF_TYPES[dtype if tensor.dim() > 1 else torch.float32]
+    values = tensor.detach().cpu().to(dtype if tensor.dim() > 1 else torch.float32)
+    if not values.isfinite().all():
+        raise InputError(f"{name} has weights outside the range of {gguf_type.name}; give another --dtype")
+    writer.add_tensor(name, quantize(values.float().contiguous().numpy(), gguf_type), raw_dtype=gguf_type)
+
+
+def write_gguf(writer: GGUFWriter) -> None:
+    """Write what was added."""
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()

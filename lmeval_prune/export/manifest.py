@@ -15,7 +15,6 @@ from lmeval_prune.interventions.lora import read_lora_config
 
 SCHEMA, VERSION = "lmeval-prune/adapter", 1
 MANIFEST = "lmeval_prune.json"
-MAX_NAME_LENGTH = 120  # file systems allow 255
 
 
 class Adapter(TypedDict):
@@ -35,7 +34,7 @@ class Adapter(TypedDict):
 def adapter_name(heads: Sequence[str]) -> str:
     """Return an adapter's name, which is also its folder's name: `L5H3+L15H0` for `("L5H3", "L15H0")`."""
     name = "+".join(heads)
-    return file_name(name) if len(name) <= MAX_NAME_LENGTH else f"heads-{len(heads)}-{digest(list(heads))[:8]}"
+    return file_name(name) if len(name) <= 120 else f"heads-{len(heads)}-{digest(list(heads))[:8]}"
 
 
 def read_adapter(folder: str | os.PathLike[str]) -> dict[str, Any]:
@@ -57,15 +56,11 @@ def read_lora(path: str | os.PathLike[str]) -> dict[str, str]:
 
 def read_adapters(folder: str | os.PathLike[str]) -> dict[str, dict[str, Any]]:
     """Read the manifests of all adapters in a folder, by name, ordered by number of heads."""
-    adapters = [read_adapter(path) for path in _adapter_folders(Path(folder))]
+    paths = [path for path in Path(folder).glob(f"*/{MANIFEST}") if not path.parent.name.startswith(".")]
+    # exported checkpoints have a manifest of the same name
+    adapters = [read_adapter(path.parent) for path in paths if read_json(path).get("schema") == SCHEMA]
     if not adapters:
         raise InputError(f"{folder} has no adapters; write some with `lmeval-prune export adapter`")
     # name lengths come before names, so that L5H3 comes before L15H0
     adapters.sort(key=lambda adapter: (len(adapter["heads"]), [len(x) for x in adapter["heads"]], adapter["heads"]))
     return {adapter["name"]: adapter for adapter in adapters}
-
-
-def _adapter_folders(folder: Path) -> list[Path]:
-    """Return the folders of adapters. Exported checkpoints, whose manifests have the same file name, are left out."""
-    paths = [path for path in folder.glob(f"*/{MANIFEST}") if not path.parent.name.startswith(".")]
-    return [path.parent for path in paths if read_json(path).get("schema") == SCHEMA]

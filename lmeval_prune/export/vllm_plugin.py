@@ -19,7 +19,7 @@ def register() -> None:
         return
     import transformers
 
-    from lmeval_prune.checkpoints.loading import has_pruned_layers, pruned_base_class, pruned_class
+    from lmeval_prune.checkpoints.loading import auto_model_class, has_pruned_layers, pruned_class
 
     stock_from_config = transformers.AutoModel.from_config
     if getattr(stock_from_config, "_lmeval_prune", False):
@@ -32,7 +32,7 @@ def register() -> None:
         if not has_pruned_layers(config):
             return stock_from_config(config, **options)
         options.pop("trust_remote_code", None)
-        return pruned_base_class(config)._from_config(config, **options)
+        return pruned_class(auto_model_class("AutoModel", config))._from_config(config, **options)
 
     from_config._lmeval_prune = True  # type: ignore[attr-defined]
     transformers.AutoModel.from_config = staticmethod(from_config)  # type: ignore[method-assign]

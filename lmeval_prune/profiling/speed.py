@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import platform
+import re
 import resource
 import statistics
 import sys
@@ -93,10 +94,8 @@ def _peak_memory(folder: str, work: Workload, threads: int) -> float:
 def peak_memory_of_process() -> int:
     """Return the peak memory of this process in bytes, on Linux without that of the parent process."""
     status = Path("/proc/self/status")
-    lines = status.read_text(encoding="ascii", errors="replace").splitlines() if status.is_file() else []
-    for line in lines:
-        if line.startswith("VmHWM:"):
-            return int(line.split()[1]) * 1024
+    if status.is_file() and (found := re.search(r"VmHWM:\s*(\d+)", status.read_text(errors="replace"))):
+        return int(found[1]) * 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
@@ -151,21 +150,17 @@ def generate_rate(model: Any, ids: torch.Tensor, new: int, clock: str = "wall") 
 
 def environment(device: Any, threads: int) -> dict[str, Any]:
     """Return what times depend on besides the model: device, threads and versions."""
-    device = torch.device(device)
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else _processor()
+    device, facts, name = torch.device(device), Path("/proc/cpuinfo"), platform.processor() or platform.machine()
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+    elif facts.is_file() and (found := re.search(r"model name\s*: (.*)", facts.read_text(errors="replace"))):
+        name = found[1]
     return {
         "device": f"{device.type}: {name}",
         "threads": threads,
         "torch": torch.__version__,
         "transformers": transformers.__version__,
     }
-
-
-def _processor() -> str:
-    facts = Path("/proc/cpuinfo")
-    lines = facts.read_text(encoding="ascii", errors="replace").splitlines() if facts.is_file() else []
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.processor() or platform.machine())
 
 
 def _run_timed(function: Callable[[], Any], device: torch.device, clock: str) -> tuple[Any, float]:

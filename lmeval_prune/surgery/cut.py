@@ -8,7 +8,7 @@ class for the rest.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from lmeval_prune.architectures import (
     uncuttable,
     weights_fingerprint,
 )
-from lmeval_prune.architectures.blocks import is_transposed
+from lmeval_prune.architectures.blocks import columns_of, is_transposed
 from lmeval_prune.architectures.layers import layers_in
 from lmeval_prune.artefacts import check_writable
 from lmeval_prune.checkpoints.pruned import PLAN, check_folder, manifest_of, save_checkpoint
@@ -39,7 +39,7 @@ from lmeval_prune.interventions.plan import Plan
 from lmeval_prune.profiling.costs import parameters
 from lmeval_prune.surgery.card import write_checkpoint_card
 from lmeval_prune.surgery.depth import is_inside, why_different
-from lmeval_prune.surgery.kept import Kept, channel_rows
+from lmeval_prune.surgery.kept import Kept
 from lmeval_prune.surgery.model_class import models_with
 
 # Attributes of a cut model in memory: its stages, and the questions that it was trained and validated on.
@@ -58,16 +58,14 @@ class Cut:
 
     def save(self, folder: str | os.PathLike[str], tokenizer: Any = None) -> None:
         """Write the model as a checkpoint with its plan and its card; see `save_checkpoint`."""
-        parent = getattr(self.parent.model.config, "_name_or_path", "")
-        revision = self.parent.revision or None
+        origin = (getattr(self.parent.model.config, "_name_or_path", ""), self.parent.revision or None)
 
         def add_files(unfinished: Path) -> None:
             self.plan.save(unfinished / PLAN, self.parent)
             title = Path(folder).resolve().name
-            origin = (parent, revision)
             write_checkpoint_card(unfinished, title, self.model, self.manifest, origin, tokenizer is not None)
 
-        save_checkpoint(folder, self.model, self.manifest, tokenizer, add_files, parent, revision)
+        save_checkpoint(folder, self.model, self.manifest, tokenizer, add_files, *origin)
 
 
 def cut_to(folder: str | os.PathLike[str], model: Any, plan: Plan | HeadMask, tokenizer: Any = None) -> Cut:
@@ -108,8 +106,8 @@ def write_cut(pretrained: str, plan: Plan, output: str, revision: str | None = N
 
 def print_cut(folder: str, cut: Cut) -> None:
     """Print the numbers of parameters before and after a cut, and the notes of the manifest."""
-    after, after_without_embeddings = parameters(cut.model)
-    before, before_without_embeddings = parameters(cut.parent.model)
+    sizes = cut.manifest["stages"][-1]["parameters"]
+    (before, before_without_embeddings), (after, after_without_embeddings) = sizes["before"], sizes["after"]
     print(f"{folder}: {type(cut.model).__name__}, {after / 1e6:.2f} of {before / 1e6:.2f} million parameters")
     without = 1 - after_without_embeddings / before_without_embeddings
     print(f"  {1 - after / before:.2%} fewer in all, {without:.2%} fewer without embeddings")
@@ -152,11 +150,10 @@ def _why_cut_fails(model_map: ModelMap, heads: bool) -> str:
             with torch.no_grad():
                 with plan.applied_to(tiny_map.model, tiny_map):
                     expected = tiny_map.model(tokens, use_cache=False)[0]
-                difference = (
-                    (_cut_fitted(tiny_map, plan, False).model(tokens, use_cache=False)[0] - expected).abs().max()
-                )
+                actual = _cut_fitted(tiny_map, plan, False).model(tokens, use_cache=False)[0]
         except Exception as error:  # model classes raise errors of any type
             return f"does not run ({first_line(error)})"
+        difference = (actual - expected).abs().max()
         if not difference <= 1e-5 * expected.abs().max():
             return f"differs from its plan by {difference:.2g}"
     return ""
@@ -174,14 +171,25 @@ def identity_of(model_map: ModelMap) -> dict[str, Any]:
 
 
 def _cut_fitted(model_map: ModelMap, plan: Plan, keep_shapes: bool) -> Cut:
-    kept = Kept.of(model_map, plan, keep_shapes)
-    tensors = _Tensors(model_map, plan).of(kept)
+    kept, reason = Kept.of(model_map, plan, keep_shapes), ""
+    tensors = _kept_tensors(model_map, plan, kept)
     with torch.random.fork_rng(devices=[]):  # building a class draws random weights, which are then replaced
-        smaller, note = _first_right(models_with(tensors, kept), kept)
+        for smaller, about_class in models_with(tensors, kept):
+            note, reason = about_class, why_different(smaller, kept.depth)  # compared if blocks are removed
+            if not reason:
+                break
+    if reason:
+        raise InputError(
+            f"this {model_map.model_type} model without these blocks {reason}; keep its first layer, or evaluate the "
+            f"plan by plan=FILE"
+        )
     stage = _stage(plan, kept, [note] if note else [], keep_shapes)
     stage["parameters"] = {"before": list(parameters(model_map.model)), "after": list(parameters(smaller))}
-    if kept.depth.absent or kept.depth.layers:
-        stage["kept_layers"] = _kept_layers(kept, smaller)
+    if kept.depth.absent or kept.depth.layers:  # layers have new numbers if the class has fewer
+        family = model_map.attention[0].family
+        staying = [x.label for x in layers_in(model_map.model, family) if x.name not in kept.depth.layers]
+        after = [x.label for x in layers_in(smaller, family)]
+        stage["kept_layers"] = dict(zip(after if len(after) == len(staying) else staying, staying, strict=True))
     model = model_map.model
     earlier = {} if hasattr(model, _STAGES) else manifest_of(model) or {}
     stages = [*getattr(model, _STAGES, earlier.get("stages", [])), stage]
@@ -189,40 +197,15 @@ def _cut_fitted(model_map: ModelMap, plan: Plan, keep_shapes: bool) -> Cut:
     questions = getattr(model, _QUESTIONS, stored_questions)
     setattr(smaller, _STAGES, stages)
     setattr(smaller, _QUESTIONS, questions)
-    head_scores = {name: values for name, values in plan.scores.items() if "heads." in name}
     manifest = {
-        "parent": stage["parent"],
         "class": type(smaller).__name__,
         "weights": loadable_fingerprints(smaller, weights_fingerprint(smaller)),
-        "removed": stage["removed"],
         "notes": stage["notes"],
         "about_class": note,
-        "scores": {name: [round(float(x.mean()), 6) for x in values] for name, values in head_scores.items()},
         "stages": stages,
         **questions,
     }
     return Cut(smaller, manifest, plan, model_map)
-
-
-def _kept_layers(kept: Kept, smaller: Any) -> dict[str, str]:
-    """Return the label before the cut of each layer that stays; layers have new numbers if the class has fewer."""
-    family = kept.model_map.attention[0].family
-    staying = [x.label for x in layers_in(kept.model_map.model, family) if x.name not in kept.depth.layers]
-    after = [x.label for x in layers_in(smaller, family)]
-    return dict(zip(after if len(after) == len(staying) else staying, staying, strict=True))
-
-
-def _first_right(models: Iterator[tuple[Any, str]], kept: Kept) -> tuple[Any, str]:
-    """Return the first model that computes what the model computes under the plan; compared if blocks are removed."""
-    reason = ""
-    for model, note in models:
-        reason = why_different(model, kept.depth)
-        if not reason:
-            return model, note
-    raise InputError(
-        f"this {kept.model_map.model_type} model without these blocks {reason}; keep its first layer, or evaluate the "
-        f"plan by plan=FILE"
-    )
 
 
 def _stage(plan: Plan, kept: Kept, notes: list[str], keep_shapes: bool) -> dict[str, Any]:
@@ -230,9 +213,8 @@ def _stage(plan: Plan, kept: Kept, notes: list[str], keep_shapes: bool) -> dict[
     fillers = {heads.layer.label: list(heads.fillers) for heads in kept.heads if heads.fillers}
     count = sum(map(len, fillers.values()))
     if keep_shapes:
-        zeroed = [f"{count} heads", f"{sum(map(len, kept.zeroed.values()))} channels"]
-        zeroed += [f"{len(kept.zeroed_outputs)} blocks"] if kept.zeroed_outputs else []
-        stay = f"{', '.join(zeroed[:-1])} and {zeroed[-1]}"
+        whole, channels = len(kept.zeroed_outputs), sum(map(len, kept.zeroed.values()))
+        stay = f"{count} heads, {channels} channels and {whole} blocks"
         notes = [*notes, f"{stay} stay with zero weights: nothing is removed"]
     elif fillers:
         notes = [*notes, f"{count} pruned heads stay as zeroed fillers, so that groups are equal: they are not removed"]
@@ -246,10 +228,9 @@ def _stage(plan: Plan, kept: Kept, notes: list[str], keep_shapes: bool) -> dict[
     }
     if kept.depth.removed:
         removed |= {"blocks": len(kept.depth.removed), "layers": len(kept.depth.layers)}
-    names = {"removed_blocks": list(kept.depth.removed)} if kept.depth.removed else {}
     return {
         "parent": identity_of(model_map),
-        **names,
+        "removed_blocks": list(kept.depth.removed),
         "plan": {**plan.settings(), "made": dict(plan.provenance)},
         "removed": removed,
         "kept_heads": {heads.layer.label: list(heads.heads) for heads in kept.heads},
@@ -257,65 +238,61 @@ def _stage(plan: Plan, kept: Kept, notes: list[str], keep_shapes: bool) -> dict[
     }
 
 
-class _Tensors:
-    """Tensors of a model by name, with the compensation of a plan; `of` removes rows and columns."""
+def _kept_tensors(model_map: ModelMap, plan: Plan, kept: Kept) -> dict[str, Tensor]:
+    """Return the tensors of the smaller model by name, with the compensation of the plan."""
+    names = {module: name for name, module in model_map.model.named_modules()}
+    tensors: dict[str, Tensor] = {name: x.detach() for name, x in model_map.model.state_dict().items()}
 
-    def __init__(self, model_map: ModelMap, plan: Plan) -> None:
-        self.names = {module: name for name, module in model_map.model.named_modules()}
-        self.tensors: dict[str, Tensor] = {name: x.detach() for name, x in model_map.model.state_dict().items()}
-        for name in sorted(plan.compensation):
-            module = find_projection(name, model_map)
-            path = f"{self.names[module]}.{name.rpartition('.')[2]}"
-            tensor = plan.compensation[name].to(self.tensors[f"{self.names[module]}.weight"], copy=True)
-            if name.endswith(".weight"):
-                self.tensors[path] = tensor.T.contiguous() if is_transposed(module) else tensor
-            else:
-                self.tensors[path] = self.tensors[path] + tensor if path in self.tensors else tensor
+    def keep(name: str, numbers: Sequence[int], axis: int) -> None:
+        if name in tensors:
+            index = torch.tensor(numbers, device=tensors[name].device)
+            tensors[name] = tensors[name].index_select(axis, index)
 
-    def of(self, kept: Kept) -> dict[str, Tensor]:
-        """Return the tensors of the smaller model."""
-        for heads in kept.heads:
-            layer = heads.layer
-            if not heads.unchanged:
-                for module, rows in heads.rows().items():
-                    self._keep_rows(module, rows)
-                for path, part in layer.family.head_parameters:
-                    name = f"{self.names[layer.module]}.{path}"
-                    if name in self.tensors:
-                        self._keep(name, heads.heads if part == "q" else heads.kv_heads, 0)
-                self._keep_columns(layer.o_proj, heads.columns())
-            self._zero_columns(layer.o_proj, heads.filler_columns())
-        for block in kept.model_map.feed_forward:
-            if block.label not in kept.channels:
-                continue
-            channels = kept.channels[block.label]
-            if len(channels) < block.channels:
-                for module, rows in channel_rows(block, channels).items():
-                    self._keep_rows(module, rows)
-                self._keep_columns(block.down, channels)
-            zeroed = kept.zeroed[block.label]
-            self._zero_columns(block.down, [index for index, channel in enumerate(channels) if channel in zeroed])
-        for name in [f"{self.names[module]}.{part}" for module in kept.zeroed_outputs for part in ("weight", "bias")]:
-            if name in self.tensors:
-                self.tensors[name] = torch.zeros_like(self.tensors[name])
-        absent = [*kept.depth.absent, *kept.depth.layers]
-        return {name: tensor for name, tensor in self.tensors.items() if not is_inside(name, absent)}
+    def keep_rows(module: nn.Module, numbers: Sequence[int]) -> None:
+        keep(f"{names[module]}.weight", numbers, int(is_transposed(module)))
+        keep(f"{names[module]}.bias", numbers, 0)
 
-    def _keep(self, name: str, numbers: Sequence[int], axis: int) -> None:
-        tensor = self.tensors[name]
-        self.tensors[name] = tensor.index_select(axis, torch.tensor(numbers, device=tensor.device))
+    def keep_columns(module: nn.Module, numbers: Sequence[int]) -> None:
+        keep(f"{names[module]}.weight", numbers, int(not is_transposed(module)))
 
-    def _keep_rows(self, module: nn.Module, numbers: Sequence[int]) -> None:
-        name = self.names[module]
-        self._keep(f"{name}.weight", numbers, int(is_transposed(module)))
-        if f"{name}.bias" in self.tensors:
-            self._keep(f"{name}.bias", numbers, 0)
-
-    def _keep_columns(self, module: nn.Module, numbers: Sequence[int]) -> None:
-        self._keep(f"{self.names[module]}.weight", numbers, int(not is_transposed(module)))
-
-    def _zero_columns(self, module: nn.Module, numbers: Sequence[int]) -> None:
+    def zero_columns(module: nn.Module, numbers: Sequence[int]) -> None:
         if numbers:
-            name = f"{self.names[module]}.weight"
-            index = torch.tensor(numbers, device=self.tensors[name].device)
-            self.tensors[name] = self.tensors[name].index_fill(int(not is_transposed(module)), index, 0)
+            name = f"{names[module]}.weight"
+            index = torch.tensor(numbers, device=tensors[name].device)
+            tensors[name] = tensors[name].index_fill(int(not is_transposed(module)), index, 0)
+
+    for name in sorted(plan.compensation):
+        module = find_projection(name, model_map)
+        path = f"{names[module]}.{name.rpartition('.')[2]}"
+        tensor = plan.compensation[name].to(tensors[f"{names[module]}.weight"], copy=True)
+        if name.endswith(".weight"):
+            tensors[path] = tensor.T.contiguous() if is_transposed(module) else tensor
+        else:
+            tensors[path] = tensors[path] + tensor if path in tensors else tensor
+    for heads in kept.heads:
+        layer = heads.layer
+        if not heads.unchanged:
+            for module, rows in heads.rows().items():
+                keep_rows(module, rows)
+            for path, part in layer.family.head_parameters:
+                keep(f"{names[layer.module]}.{path}", heads.heads if part == "q" else heads.kv_heads, 0)
+            keep_columns(layer.o_proj, columns_of(layer, heads.heads))
+        zero_columns(layer.o_proj, columns_of(layer, [*map(heads.heads.index, heads.fillers)]))
+    for block in model_map.feed_forward:
+        if block.label not in kept.channels:
+            continue
+        channels, zeroed = kept.channels[block.label], kept.zeroed[block.label]
+        if len(channels) < block.channels:
+            rows_of: dict[nn.Module, list[int]] = {}
+            for part, module in block.parts.items():
+                start = block.rows(part).start
+                rows_of.setdefault(module, []).extend(start + channel for channel in channels)
+            for module, rows in rows_of.items():
+                keep_rows(module, rows)
+            keep_columns(block.down, channels)
+        zero_columns(block.down, [index for index, channel in enumerate(channels) if channel in zeroed])
+    for name in [f"{names[module]}.{part}" for module in kept.zeroed_outputs for part in ("weight", "bias")]:
+        if name in tensors:
+            tensors[name] = torch.zeros_like(tensors[name])
+    absent = [*kept.depth.absent, *kept.depth.layers]
+    return {name: tensor for name, tensor in tensors.items() if not is_inside(name, absent)}

@@ -54,7 +54,11 @@ def depth_of(model_map: ModelMap, plan: Any, removed: Sequence[Sublayer]) -> Dep
         removed: the blocks that the plan removes, or empties.
     """
     names = {module: name for name, module in model_map.model.named_modules()}
-    earlier = {name: _arguments(module) for module, name in names.items() if is_absent(module)}
+    earlier = {
+        name: [[None if source is None else list(source) for source in module.outputs], module.is_tuple]
+        for module, name in names.items()
+        if is_absent(module)
+    }
     if not removed:
         return Depth(earlier)
     affected = list(dict.fromkeys(sublayer.layer for sublayer in removed))
@@ -76,10 +80,6 @@ def depth_of(model_map: ModelMap, plan: Any, removed: Sequence[Sublayer]) -> Dep
     with torch.no_grad(), exact_products(), plan.applied_to(model_map.model, model_map):
         decoded = _decoded(model_map.model)  # of some state spaces, not what one pass computes
     return Depth(absent, layers, [*map(str, removed)], [logits, *decoded])
-
-
-def _arguments(module: Any) -> Outputs:
-    return [[None if source is None else list(source) for source in module.outputs], module.is_tuple]
 
 
 def is_inside(name: str, modules: Collection[str]) -> bool:
@@ -112,11 +112,7 @@ def _norms(layer: nn.Module, staying: Sequence[Sublayer]) -> list[nn.Module]:
     """Return modules of a layer with vectors as parameters, outside of the blocks that stay."""
     inside = {part for sublayer in staying if sublayer.module is not layer for part in sublayer.module.modules()}
     modules = [module for module in layer.modules() if module not in inside and not any(module.children())]
-    return [
-        module
-        for module in modules
-        if (parameters := list(module.parameters())) and all(parameter.dim() == 1 for parameter in parameters)
-    ]
+    return [module for module in modules if {parameter.dim() for parameter in module.parameters()} == {1}]
 
 
 _Arguments = Sequence[tuple[str, int, Any]]  # name, position and value of each argument
@@ -158,12 +154,10 @@ def _source(arguments: _Arguments, value: Any, is_same: bool = False) -> list[An
 
 def _zeros_like(arguments: _Arguments, value: Tensor) -> list[Any] | None:
     """Return the first argument that has the shape of a value of zeros."""
-    alike = (
-        [name, position, True]
-        for name, position, argument in arguments
-        if isinstance(argument, Tensor) and argument.shape == value.shape and argument.dtype == value.dtype
-    )
-    return None if value.any() else next(alike, None)
+    for name, position, argument in () if value.any() else arguments:
+        if isinstance(argument, Tensor) and (argument.shape, argument.dtype) == (value.shape, value.dtype):
+            return [name, position, True]
+    return None
 
 
 def _trace(
@@ -188,20 +182,18 @@ def _trace(
             stack.callback(parameter.requires_grad_, before)
             parameter.requires_grad_(True)
         logits = run(model_map.model)
-        effects = _gradients(logits, list(weights))
-    by_weight = dict(zip(weights, effects, strict=True))
+        gradients: Sequence[Tensor | None] = [None] * len(weights)
+        if weights and logits.requires_grad:
+            factors = torch.linspace(0.5, 1.5, logits.numel(), dtype=logits.dtype, device=logits.device)
+            target = (logits * factors.view_as(logits)).sum()
+            gradients = torch.autograd.grad(target, list(weights), allow_unused=True)
+    effects = {
+        weight: gradient is not None and bool(gradient.any())
+        for weight, gradient in zip(weights, gradients, strict=True)
+    }
     called = [norm for norm in norms if norm in calls]
-    dead = [norm for norm in called if not any(by_weight[parameter] for parameter in norm.parameters())]
+    dead = [norm for norm in called if not any(effects[parameter] for parameter in norm.parameters())]
     return calls, logits.detach(), dead
-
-
-def _gradients(logits: Tensor, weights: Sequence[nn.Parameter]) -> list[bool]:
-    """Return whether each parameter has an effect on the output."""
-    if not weights or not logits.requires_grad:
-        return [False] * len(weights)
-    factors = torch.linspace(0.5, 1.5, logits.numel(), dtype=logits.dtype, device=logits.device).view_as(logits)
-    gradients = torch.autograd.grad((logits * factors).sum(), weights, allow_unused=True)
-    return [gradient is not None and bool(gradient.any()) for gradient in gradients]
 
 
 def _ids(model: Any) -> Tensor:

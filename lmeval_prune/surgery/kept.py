@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from lmeval_prune.architectures import AttentionLayer, FeedForward, ModelMap
-from lmeval_prune.architectures.blocks import columns_of
 from lmeval_prune.architectures.sublayers import ATTENTION, Sublayer
 from lmeval_prune.errors import InputError
 from lmeval_prune.interventions.plan import Plan
@@ -48,30 +47,22 @@ class KeptHeads:
         """Query heads per key-value head."""
         return len(self.heads) // len(self.kv_heads)
 
-    def columns(self) -> list[int]:
-        """Return the input columns of the output projection that stay."""
-        return columns_of(self.layer, self.heads)
-
-    def filler_columns(self) -> list[int]:
-        """Return the positions of the fillers' columns among the columns that stay."""
-        return columns_of(self.layer, map(self.heads.index, self.fillers))
-
     def rows(self) -> dict[nn.Module, list[int]]:
         """Return the rows of each input projection that stay, in their new order."""
+        fused = self.layer.family.fused
         pieces: dict[nn.Module, list[tuple[int, range]]] = {}
         for part, numbers in (("q", self.heads), ("k", self.kv_heads), ("v", self.kv_heads)):
             for index, number in enumerate(numbers):
+                if fused:
+                    start = fused(part, index, len(self.heads), len(self.kv_heads), self.layer.head_dim)
+                else:
+                    start = self.layer.rows(part, index).start
                 old = self.layer.rows(part, number)
-                pieces.setdefault(old.module, []).append((self._start(part, index), range(old.start, old.stop)))
-        ordered = {
-            module: sorted(module_pieces, key=lambda piece: piece[0]) for module, module_pieces in pieces.items()
+                pieces.setdefault(old.module, []).append((start, range(old.start, old.stop)))
+        return {
+            module: [row for _, rows in sorted(parts, key=lambda piece: piece[0]) for row in rows]
+            for module, parts in pieces.items()
         }
-        return {module: [row for _, rows in pieces for row in rows] for module, pieces in ordered.items()}
-
-    def _start(self, part: str, index: int) -> int:
-        if self.layer.family.fused:
-            return self.layer.family.fused(part, index, len(self.heads), len(self.kv_heads), self.layer.head_dim)
-        return self.layer.rows(part, index).start
 
 
 @dataclass(frozen=True)
@@ -93,13 +84,29 @@ class Kept:
         """
         pruned_heads = {layer.label: numbers for layer, numbers in plan.heads_by_layer(model_map)}
         pruned_channels = {block.label: set(numbers) for block, numbers in plan.channels_by_layer(model_map)}
-        if keep_shapes:
-            return cls._zeroed(model_map, plan, pruned_heads, pruned_channels)
         removed = list(plan.sublayers(model_map))
+        if keep_shapes:
+            if whole := [str(sublayer) for sublayer in removed if sublayer.block is None]:
+                raise InputError(f"{whole[0]} has experts, whose weights cannot be zeroed; cut it out instead")
+            heads = [
+                KeptHeads(
+                    layer,
+                    (*range(layer.heads),),
+                    (*range(layer.kv_heads),),
+                    (*sorted(pruned_heads.get(layer.label, [])),),
+                )
+                for layer in model_map.attention
+            ]
+            channels = {label: [*range(width)] for label, width in model_map.channels().items()}
+            zeroed = {label: pruned_channels.get(label, set()) for label in channels}
+            outputs = [sublayer.output for sublayer in removed]
+            return cls(model_map, heads, channels, zeroed, outputs, depth_of(model_map, plan, []))
         emptied = [*_emptied(model_map, plan, pruned_heads, pruned_channels)]
-        removed += [
-            sublayer for sublayer in emptied if not _is_last_attention(sublayer, model_map, [*removed, *emptied])
-        ]
+        gone_or_empty = [*removed, *emptied]
+        for sublayer in emptied:  # a stack keeps its last attention block, with a head without an effect
+            alike = [x for x in model_map.sublayers if (x.stack, x.kind) == (sublayer.stack, sublayer.kind)]
+            if sublayer.kind != ATTENTION or any(other not in gone_or_empty for other in alike):
+                removed.append(sublayer)
         gone = {sublayer.output for sublayer in removed}
         heads = [
             KeptHeads.of(layer, pruned_heads.get(layer.label, []))
@@ -113,34 +120,6 @@ class Kept:
         }
         zeroed = {label: pruned_channels.get(label, set()) & {*numbers} for label, numbers in channels.items()}
         return cls(model_map, heads, channels, zeroed, depth=depth_of(model_map, plan, removed))
-
-    @classmethod
-    def _zeroed(
-        cls,
-        model_map: ModelMap,
-        plan: Plan,
-        pruned_heads: Mapping[str, list[int]],
-        pruned_channels: Mapping[str, set[int]],
-    ) -> Kept:
-        """Keep all shapes; heads, channels and blocks that a plan removes have zero weights."""
-        removed = plan.sublayers(model_map)
-        for sublayer in removed:
-            if sublayer.block is None:
-                raise InputError(f"{sublayer} has experts, whose weights cannot be zeroed; cut it out instead")
-        heads = [
-            KeptHeads(
-                layer,
-                tuple(range(layer.heads)),
-                tuple(range(layer.kv_heads)),
-                tuple(sorted(pruned_heads.get(layer.label, []))),
-            )
-            for layer in model_map.attention
-        ]
-        channels = {label: [*range(width)] for label, width in model_map.channels().items()}
-        zeroed = {label: pruned_channels.get(label, set()) for label in channels}
-        return cls(
-            model_map, heads, channels, zeroed, [sublayer.output for sublayer in removed], depth_of(model_map, plan, [])
-        )
 
     def layers_differ(self) -> bool:
         """Return whether layers keep different numbers of heads, or in one stack different channels, or lack blocks."""
@@ -165,20 +144,3 @@ def _emptied(
         has_bias = getattr(sublayer.output, "bias", None) is not None
         if is_empty and not has_bias and f"{block.label}.{name}.bias" not in plan.compensation:
             yield sublayer
-
-
-def _is_last_attention(sublayer: Sublayer, model_map: ModelMap, removed: Sequence[Sublayer]) -> bool:
-    """Return whether a stack would have no attention left; a head without an effect stays then."""
-    return sublayer.kind == ATTENTION and not any(
-        (other.stack, other.kind) == (sublayer.stack, ATTENTION) and other not in removed
-        for other in model_map.sublayers
-    )
-
-
-def channel_rows(block: FeedForward, channels: Collection[int]) -> dict[nn.Module, list[int]]:
-    """Return the rows that stay in each projection that computes channels."""
-    rows: dict[nn.Module, list[int]] = {}
-    for part, module in block.parts.items():
-        start = block.rows(part).start
-        rows.setdefault(module, []).extend(start + channel for channel in channels)
-    return rows

@@ -8,28 +8,22 @@ absent modules (`lmeval_prune/checkpoints/modeling_pruned.py`), which fits any l
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 import transformers
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.initialization import no_init_weights
 
 from lmeval_prune.architectures import AttentionLayer
 from lmeval_prune.architectures.blocks import attribute_of, in_features
-from lmeval_prune.architectures.layers import read_blocks
-from lmeval_prune.checkpoints.loading import has_pruned_layers, pruned_class, stock_class
+from lmeval_prune.architectures.layers import layers_in, read_blocks
+from lmeval_prune.checkpoints.loading import PREFIX, has_pruned_layers, pruned_class, stock_class
+from lmeval_prune.checkpoints.modeling_pruned import LAYER_NUMBERS
 from lmeval_prune.errors import InputError
-from lmeval_prune.surgery.bases import (
-    Base,
-    bases,
-    build,
-    changed_config,
-    copy_implementations,
-    has_setting,
-    renamed_tensors,
-)
+from lmeval_prune.surgery.depth import Outputs, is_inside
 from lmeval_prune.surgery.kept import Kept, KeptHeads
 
 # Names of the attributes in which attention modules store their counts.
@@ -43,6 +37,12 @@ _COUNTS = {
 _QUERY_WIDTH = {"gpt_bigcode": "embed_dim"}  # attribute that the forward pass reads to split the fused projection
 _READ_FROM_CONFIG = {"phi3": ("num_attention_heads", "num_key_value_heads")}  # read in the forward pass
 _CHANNELS = ("intermediate_size", "ffn_hidden_size", "ffn_dim", "n_inner", "d_ff", "hidden_dim")
+_CUT_SETTINGS = ("auto_map", "allow_global_per_layer_attribute_access")  # settings that an earlier cut wrote
+_DEPTHS = {  # settings of the number of layers, by stack
+    "": ("num_hidden_layers",),
+    "encoder": ("encoder_layers", "num_layers"),
+    "decoder": ("decoder_layers", "num_decoder_layers"),
+}
 
 
 def models_with(tensors: dict[str, Tensor], kept: Kept) -> Iterator[tuple[Any, str]]:
@@ -50,16 +50,300 @@ def models_with(tensors: dict[str, Tensor], kept: Kept) -> Iterator[tuple[Any, s
 
     The note may be empty.
     """
-    for base in bases(kept):
-        named = renamed_tensors(tensors, base)
+    for base in _bases(kept):
+        named = {base.name(name): tensor for name, tensor in tensors.items()}
         shapes = {name: tuple(x.shape) for name, x in named.items()}
         for model_class, config, note in _stock_candidates(kept, base):
-            built = build(model_class, config)
+            built = _build(model_class, config)
             if built is not None and _shapes(built) == shapes and _has_same_layers(built, kept):
                 yield _load(model_class, config, kept, named, base), note
                 break
         else:
             yield _pruned_model(named, shapes, kept, base)
+
+
+def _build(model_class: Any, config: Any) -> Any:
+    """Build a model on the meta device; return None if its class refuses the configuration."""
+    try:
+        with torch.device("meta"):
+            return model_class(copy.deepcopy(config))
+    except Exception:  # classes raise errors of any type
+        return None
+
+
+def _shapes(model: Any) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(x.shape) for name, x in model.state_dict().items()}
+
+
+# --------------------------------------------------------------------------- layers that stay
+
+
+@dataclass(frozen=True)
+class Base:
+    """A configuration of the stock class, whose shapes may still differ from those of the cut model.
+
+    Attributes:
+        config: the configuration.
+        built: the stock model, without weights.
+        absent: arguments of `Absent` by module name.
+        renamed_layers: new names of layers by their names in the model that is cut; empty if names stay.
+        numbers: new layer numbers of attention modules, as `attributes` of the cut configuration.
+    """
+
+    config: Any
+    built: Any
+    absent: Mapping[str, Outputs]
+    renamed_layers: Mapping[str, str] = field(default_factory=dict)
+    numbers: Mapping[str, dict[str, int]] = field(default_factory=dict)
+
+    def name(self, before: str) -> str:
+        """Return the new name of a module or tensor."""
+        for layer, name in self.renamed_layers.items():
+            if before == layer or before.startswith(f"{layer}."):
+                return name + before.removeprefix(layer)
+        return before
+
+    def index(self, layer: AttentionLayer | Any) -> int:
+        """Return the new number of the layer that holds a block."""
+        layers = self.renamed_layers.items()
+        holders = [name for before, name in layers if layer.name == before or is_inside(layer.name, [before])]
+        return int(holders[0].rpartition(".")[2]) if holders else int(layer.index)
+
+
+def _bases(kept: Kept) -> Iterator[Base]:
+    """Yield configurations that may fit, the smallest model first."""
+    model, depth = kept.model_map.model, kept.depth
+    stock, config = stock_class(model), copy.deepcopy(model.config)
+    if has_pruned_layers(config):  # without the settings of earlier cuts
+        del config.pruned_modules
+        if getattr(config, "allow_global_per_layer_attribute_access", False):  # the earlier cut wrote sizes of layers
+            config.per_layer_config = None
+        for name in _CUT_SETTINGS:
+            config.__dict__.pop(name, None)
+    with torch.device("meta"):
+        built = stock(copy.deepcopy(config))
+    if depth.layers and (smaller := _with_fewer_layers(kept, stock, config, built)):
+        yield _with_cache_numbers(smaller, kept)
+    yield _with_cache_numbers(Base(config, built, {**depth.absent, **depth.layers}), kept)
+
+
+def _with_fewer_layers(kept: Kept, stock: type, config: Any, built: Any) -> Base | None:
+    """Return a base without the layers that return their input; None if the class builds other layers then."""
+    renamed: dict[str, str] = {}
+    changes: dict[str, Any] = {}
+    stacks: dict[str, list[tuple[str, int]]] = {}
+    for layer in layers_in(built, kept.model_map.attention[0].family):
+        stacks.setdefault(layer.stack, []).append((layer.name, layer.index))
+    for stack, layers in stacks.items():
+        staying = [(name, index) for name, index in layers if name not in kept.depth.layers]
+        renamed |= {name: f"{name.rpartition('.')[0]}.{number}" for number, (name, _) in enumerate(staying)}
+        if len(staying) == len(layers):
+            continue
+        setting = next((name for name in _DEPTHS.get(stack, ()) if _has_setting(config, name)), None)
+        if setting is None:
+            return None
+        changes[setting] = len(staying)
+        if len(stacks) == 1:
+            changes |= _settings_of_layers(config, len(layers), [index for _, index in staying])
+    smaller = _changed_config(config, changes)
+    smaller_built = None if smaller is None else _build(stock, smaller)
+    if smaller_built is None or not _has_same_modules(built, smaller_built, renamed):
+        return None
+    base = Base(smaller, smaller_built, {}, renamed)
+    return replace(base, absent={base.name(name): arguments for name, arguments in kept.depth.absent.items()})
+
+
+def _settings_of_layers(config: Any, depth: int, staying: list[int]) -> dict[str, Any]:
+    """Return the settings of single layers for the layers that stay, in their new order."""
+    values = config.to_dict()
+    settings: dict[str, Any] = {
+        name: [value[index] for index in staying]
+        for name, value in values.items()
+        if isinstance(value, list) and len(value) == depth and not name.endswith("token_id")
+    }
+    if values.get("per_layer_config"):
+        layers = {int(index): changes for index, changes in values["per_layer_config"].items()}
+        settings["per_layer_config"] = {n: layers[index] for n, index in enumerate(staying) if index in layers}
+    if isinstance(values.get("mlp_only_layers"), list):  # numbers of layers
+        settings["mlp_only_layers"] = [n for n, index in enumerate(staying) if index in values["mlp_only_layers"]]
+    if isinstance(values.get("first_k_dense_replace"), int):
+        settings["first_k_dense_replace"] = sum(index < values["first_k_dense_replace"] for index in staying)
+    if "attention_types" in values and isinstance(values.get("attention_layers"), list):  # GPT-Neo derives them
+        settings["attention_types"] = [[[values["attention_layers"][index]], 1] for index in staying]
+    return settings
+
+
+def _has_same_modules(built: Any, smaller: Any, renamed: Mapping[str, str]) -> bool:
+    """Return whether the layers of a smaller model are those of the model under new names, but for their numbers."""
+    modules, smaller_modules = dict(built.named_modules()), dict(smaller.named_modules())
+
+    def facts(layer: nn.Module) -> dict[str, Any]:
+        return {
+            name: (
+                type(module).__qualname__,
+                {key: tuple(x.shape) for key, x in module.named_parameters(recurse=False)},
+                {
+                    key: value
+                    for key, value in vars(module).items()
+                    if not key.startswith("_")
+                    and key not in LAYER_NUMBERS
+                    and isinstance(value, str | int | float | tuple | None)
+                },
+            )
+            for name, module in layer.named_modules()
+        }
+
+    if any(name not in smaller_modules for name in renamed.values()):
+        return False
+    return all(facts(modules[before]) == facts(smaller_modules[name]) for before, name in renamed.items())
+
+
+def _with_cache_numbers(base: Base, kept: Kept) -> Base:
+    """Number the kept attention blocks so that they fill the cache in order.
+
+    Masks and positions are computed from the first layer of the cache, and from the first of each type. So the kept
+    blocks of a type take the first numbers of that type, and the first layer gets a type that stays.
+    """
+    staying = {base.name(heads.layer.name) for heads in kept.heads}
+    numbers: dict[str, dict[str, int]] = {}
+    config = copy.deepcopy(base.config)
+    text = config.get_text_config()
+    attention = read_blocks(base.built, kept.model_map.attention[0].family)[0]
+    names = {module: name for name, module in base.built.named_modules()}
+    for stack in dict.fromkeys(layer.stack for layer in attention):
+        layers = [layer for layer in attention if layer.stack == stack and _layer_numbers(layer)]
+        staying_layers = [layer for layer in layers if layer.name in staying]
+        if not staying_layers or len(staying_layers) == len(layers):
+            continue
+        types = list(getattr(text, "layer_types", None) or [""] * (1 + max(map(_number, layers))))
+        has_first = 0 in map(_number, layers)  # of a hybrid, the first layer may have no attention
+        if has_first and types[0] and types[0] not in {types[_number(layer)] for layer in staying_layers}:
+            types[0] = types[_number(staying_layers[0])]
+            text.layer_types = types
+        free = sorted(map(_number, layers))
+        for layer in staying_layers:
+            number = next(number for number in free if types[number] == types[_number(layer)])
+            free.remove(number)
+            for module, attribute in _layer_numbers(layer).items():
+                if getattr(module, attribute) != number:
+                    numbers[names[module]] = {attribute: number}
+    return replace(base, config=config, numbers=numbers)
+
+
+def _number(layer: AttentionLayer) -> int:
+    module, attribute = next(iter(_layer_numbers(layer).items()))
+    return int(getattr(module, attribute))
+
+
+def _layer_numbers(layer: AttentionLayer) -> dict[nn.Module, str]:
+    """Return the modules of an attention block that keep their layer's number, and the attributes that hold it."""
+    return {
+        module: attribute
+        for module in layer.module.modules()
+        for attribute in LAYER_NUMBERS
+        if isinstance(vars(module).get(attribute), int)
+    }
+
+
+# --------------------------------------------------------------------------- configurations
+
+
+def _has_setting(config: Any, name: str) -> bool:
+    """Return whether a configuration has a setting, also by its usual name."""
+    return name in config.to_dict() or name in (config.attribute_map or {})
+
+
+def _changed_config(config: Any, changes: Mapping[str, Any]) -> Any:
+    """Copy a configuration with other values; return None if its class refuses them."""
+    changes = {config.attribute_map.get(name, name): value for name, value in changes.items()}
+    for name in changes:  # transformers prints a page if what is computed from other settings is set
+        derived = getattr(type(config), name, None)
+        if isinstance(derived, property) and derived.fset is None:
+            return None
+    try:
+        changed = type(config).from_dict(config.to_dict() | changes)
+    except Exception:  # classes raise errors of any type
+        return None
+    copy_implementations(config, changed)
+    changed._name_or_path = config._name_or_path
+    return changed
+
+
+def copy_implementations(source: Any, target: Any) -> None:
+    """Copy the attention and experts implementation between configurations."""
+    for name in ("_attn_implementation", "_experts_implementation"):
+        if getattr(source, name, None) is not None:
+            setattr(target, name, getattr(source, name))
+
+
+def unusual_head_dim(config: Any) -> str:
+    """Return a note if the family's configurations normally have no `head_dim`, else an empty text."""
+    heads, hidden = getattr(config, "num_attention_heads", 0), getattr(config, "hidden_size", 0)
+    width = config.to_dict().get("head_dim")
+    if width is None or width * heads == hidden or "head_dim" in type(config)().to_dict():
+        return ""
+    return (
+        f"head_dim is {width}, and {config.model_type} has no such setting of its own: transformers reads it; engines "
+        f"that divide the width {hidden} by {heads} heads cannot load this (vLLM: --model-impl transformers)"
+    )
+
+
+def _head_dim(layer: AttentionLayer) -> dict[str, int]:
+    """Return the setting of the head width, which otherwise follows from the number of heads.
+
+    Where values have a width of their own, `head_dim` is that of queries or keys and is not changed.
+    """
+    return {} if layer.family.width == "v_head_dim" else {"head_dim": layer.head_dim}
+
+
+# --------------------------------------------------------------------------- stock classes
+
+
+def _stock_candidates(kept: Kept, base: Base) -> Iterator[tuple[type, Any, str]]:
+    """Yield transformers classes and configurations that may fit the kept layers, each with a note."""
+    model, first = kept.model_map.model, kept.heads[0]
+    config, stock = base.config, stock_class(model)
+    if base.absent or kept.layers_differ():
+        return
+    changes: dict[str, Any] = {}
+    if not all(heads.unchanged for heads in kept.heads) or has_pruned_layers(model.config):
+        names = [name for name in ("num_key_value_heads", "num_kv_heads") if _has_setting(config, name)]
+        changes |= {"num_attention_heads": len(first.heads), **_head_dim(first.layer)}
+        changes |= dict.fromkeys(names, len(first.kv_heads))
+    for block in kept.model_map.feed_forward:
+        if block.label not in kept.channels:
+            continue
+        stack_name = f"{block.stack}_ffn_dim"
+        settings = (stack_name,) if block.stack and _has_setting(config, stack_name) else _CHANNELS
+        changes |= {name: len(kept.channels[block.label]) for name in settings if _has_setting(config, name)}
+    changed = _changed_config(config, changes)
+    if changed is not None:
+        yield stock, changed, unusual_head_dim(changed)
+    mistral = getattr(transformers, stock.__name__.replace("Llama", "Mistral", 1), None)
+    if mistral and config.model_type == "llama" and not getattr(config, "mlp_bias", False):
+        known = transformers.MistralConfig().to_dict().keys() - {"model_type", "architectures", "transformers_version"}
+        values = {name: value for name, value in config.to_dict().items() if name in known}
+        changed = _changed_config(transformers.MistralConfig(**{**values, "sliding_window": None}), changes)
+        if changed is not None:
+            changed._name_or_path = config._name_or_path
+            note = f"written as {mistral.__name__} with sliding_window null, which computes the same"
+            yield mistral, changed, note
+
+
+def _has_same_layers(model: Any, kept: Kept) -> bool:
+    """Return whether a model splits its layers into the kept heads and scales attention scores the same."""
+    try:
+        layers = read_blocks(model, kept.heads[0].layer.family)[0]
+    except InputError:  # its width is no multiple of its heads
+        return False
+    return len(layers) == len(kept.heads) and all(
+        (layer.heads, layer.kv_heads, layer.head_dim) == (len(heads.heads), len(heads.kv_heads), heads.layer.head_dim)
+        and attribute_of(layer.module, "scaling") == attribute_of(heads.layer.module, "scaling")
+        for layer, heads in zip(layers, kept.heads, strict=True)
+    )
+
+
+# --------------------------------------------------------------------------- pruned classes
 
 
 def _pruned_model(
@@ -75,7 +359,7 @@ def _pruned_model(
         "attributes": attributes,
         **({"absent": {name: [*arguments] for name, arguments in base.absent.items()}} if base.absent else {}),
     }
-    config.architectures = [f"Pruned{stock.__name__}"]
+    config.architectures = [f"{PREFIX}{stock.__name__}"]
     _add_layer_configs(config, kept, base)
     differs = "layers differ" if kept.layers_differ() else f"{stock.__name__} does not fit"
     why = "blocks are absent" if base.absent else differs
@@ -84,105 +368,21 @@ def _pruned_model(
     )
 
 
-def unusual_head_dim(config: Any) -> str:
-    """Return a note if the family's configurations normally have no `head_dim`, else an empty text."""
-    heads, hidden = getattr(config, "num_attention_heads", 0), getattr(config, "hidden_size", 0)
-    width = config.to_dict().get("head_dim")
-    if width is None or width * heads == hidden or "head_dim" in type(config)().to_dict():
-        return ""
-    return (
-        f"head_dim is {width}, and {config.model_type} has no such setting of its own: transformers reads it; engines "
-        f"that divide the width {hidden} by {heads} heads cannot load this (vLLM: --model-impl transformers)"
-    )
-
-
-def _stock_candidates(kept: Kept, base: Base) -> Iterator[tuple[type, Any, str]]:
-    """Yield transformers classes and configurations that may fit the kept layers, each with a note."""
-    model, first = kept.model_map.model, kept.heads[0]
-    config, stock = base.config, stock_class(model)
-    if base.absent or kept.layers_differ():
-        return
-    changes: dict[str, Any] = {}
-    if not all(heads.unchanged for heads in kept.heads) or has_pruned_layers(model.config):
-        changes |= _counts(config, len(first.heads), len(first.kv_heads), first.layer)
-    for block in kept.model_map.feed_forward:
-        if block.label not in kept.channels:
-            continue
-        stack_name = f"{block.stack}_ffn_dim"
-        names = (stack_name,) if block.stack and has_setting(config, stack_name) else _CHANNELS
-        changes |= {name: len(kept.channels[block.label]) for name in names if has_setting(config, name)}
-    changed = changed_config(config, changes)
-    if changed is not None:
-        yield stock, changed, unusual_head_dim(changed)
-    mistral = getattr(transformers, stock.__name__.replace("Llama", "Mistral", 1), None)
-    if mistral and config.model_type == "llama" and not getattr(config, "mlp_bias", False):
-        changed = changed_config(_mistral_config(config), changes)
-        if changed is not None:
-            changed._name_or_path = config._name_or_path
-            yield (
-                mistral,
-                changed,
-                f"written as {mistral.__name__} with sliding_window null, which computes the same",
-            )
-
-
-def _mistral_config(config: Any) -> Any:
-    names = transformers.MistralConfig().to_dict().keys() - {"model_type", "architectures", "transformers_version"}
-    values = {name: value for name, value in config.to_dict().items() if name in names}
-    return transformers.MistralConfig(**{**values, "sliding_window": None})
-
-
-def _counts(config: Any, heads: int, kv_heads: int, layer: AttentionLayer) -> dict[str, Any]:
-    names = [name for name in ("num_key_value_heads", "num_kv_heads") if has_setting(config, name)]
-    return {"num_attention_heads": heads, **_head_dim(layer), **dict.fromkeys(names, kv_heads)}
-
-
-def _head_dim(layer: AttentionLayer) -> dict[str, int]:
-    """Return the setting of the head width, which otherwise follows from the number of heads.
-
-    Where values have a width of their own, `head_dim` is that of queries or keys and is not changed.
-    """
-    return {} if layer.family.width == "v_head_dim" else {"head_dim": layer.head_dim}
-
-
 def _is_parameter(name: str, model: Any) -> bool:
     path, _, parameter = name.rpartition(".")
     return parameter in model.get_submodule(path)._parameters
 
 
-def _shapes(model: Any) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(x.shape) for name, x in model.state_dict().items()}
-
-
-def _has_same_layers(model: Any, kept: Kept) -> bool:
-    """Return whether a model splits its layers into the kept heads and scales attention scores the same."""
-    layers = _attention_of(model, kept)
-    return len(layers) == len(kept.heads) and all(
-        (layer.heads, layer.kv_heads, layer.head_dim) == (len(heads.heads), len(heads.kv_heads), heads.layer.head_dim)
-        and attribute_of(layer.module, "scaling") == attribute_of(heads.layer.module, "scaling")
-        for layer, heads in zip(layers, kept.heads, strict=True)
-    )
-
-
-def _attention_of(model: Any, kept: Kept) -> list[AttentionLayer]:
-    """Return the attention layers of a model of the same family; none if its width is no multiple of its heads."""
-    try:
-        return read_blocks(model, kept.heads[0].layer.family)[0]
-    except InputError:
-        return []
-
-
 def _changed_attributes(kept: Kept, base: Base) -> dict[str, dict[str, Any]]:
     """Return the count attributes of attention modules that differ from the stock model, by module name."""
     names = {module: base.name(name) for name, module in kept.model_map.model.named_modules()}
-    stock_model = base.built
     attributes = {}
     for heads in kept.heads:
         width = len(heads.heads) * heads.layer.head_dim
-        if in_features(stock_model.get_submodule(names[heads.layer.o_proj])) == width:
+        if in_features(base.built.get_submodule(names[heads.layer.o_proj])) == width:
             continue
         for module in heads.layer.module.modules():
-            stock_module = stock_model.get_submodule(names[module])
+            stock_module = base.built.get_submodule(names[module])
             counts = _module_counts(module, heads, kept.model_map.model_type)
             changed = {name: value for name, value in counts.items() if getattr(stock_module, name) != value}
             if changed:
@@ -215,21 +415,16 @@ def _module_counts(module: Any, kept: KeptHeads, model_type: str) -> dict[str, A
 
 def _add_layer_configs(config: Any, kept: Kept, base: Base) -> None:
     """Add the layers' sizes under the keys that other engines read, if the family supports them."""
-    model_map = kept.model_map
-    if (
-        model_map.stacks != ("",)
-        or not has_setting(config, "num_key_value_heads")
-        or not hasattr(config, "per_layer_config")
-    ):
-        return
-    if getattr(config, "is_heterogeneous", False):  # the family itself has layers with other settings
+    is_supported = _has_setting(config, "num_key_value_heads") and hasattr(config, "per_layer_config")
+    # heterogeneous: the family itself has layers with other settings
+    if kept.model_map.stacks != ("",) or not is_supported or getattr(config, "is_heterogeneous", False):
         return
     layers = {
         base.index(heads.layer): {"num_attention_heads": len(heads.heads), "num_key_value_heads": len(heads.kv_heads)}
         for heads in kept.heads
     }
-    if has_setting(config, "intermediate_size"):
-        for block in model_map.feed_forward:
+    if _has_setting(config, "intermediate_size"):
+        for block in kept.model_map.feed_forward:
             if block.label in kept.channels:
                 layers.setdefault(base.index(block), {})["intermediate_size"] = len(kept.channels[block.label])
     for name, value in _head_dim(kept.heads[0].layer).items():
@@ -251,16 +446,13 @@ def _load(model_class: Any, config: Any, kept: Kept, tensors: dict[str, Tensor],
     copy_implementations(model.config, smaller.config)
     shared = {tensor.untyped_storage().data_ptr() for tensor in model.state_dict().values()}
     copies: dict[Any, Tensor] = {}  # a tied weight has several names; tensors without elements have no address
-
-    def own_tensor(tensor: Tensor) -> Tensor:
-        if tensor.untyped_storage().data_ptr() not in shared:
-            return tensor
-        view = (tensor.data_ptr(), tensor.shape, tensor.stride())
-        if view not in copies:
-            copies[view] = tensor.clone(memory_format=torch.contiguous_format)
-        return copies[view]
-
-    state_dict = {name: own_tensor(tensor) for name, tensor in tensors.items()}
+    state_dict = dict(tensors)
+    for name, tensor in tensors.items():
+        if tensor.untyped_storage().data_ptr() in shared:
+            view = (tensor.data_ptr(), tensor.shape, tensor.stride())
+            if view not in copies:
+                copies[view] = tensor.clone(memory_format=torch.contiguous_format)
+            state_dict[name] = copies[view]
     smaller.load_state_dict(state_dict, strict=True, assign=True)
     smaller = smaller.to(next(iter(tensors.values())).device)
     constants = {base.name(name): buffer for name, buffer in model.named_buffers()}

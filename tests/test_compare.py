@@ -167,8 +167,8 @@ def test_perplexities_against_a_literal_reading(runs: dict[str, Path]) -> None:
 
 def weighted(values: np.ndarray, weights: np.ndarray) -> Table:
     """A table of perplexities of two variants: sums of each document's nats, and its words."""
-    metrics = {"t": Metric("word_perplexity,none", AGGREGATIONS["weighted_perplexity"], True)}
-    return Table(["x", "y"], values, [""] * len(values), metrics=metrics, weights=weights)
+    metric = Metric("word_perplexity,none", AGGREGATIONS["weighted_perplexity"], True)
+    return Table(["x", "y"], values, [""] * len(values), (metric,), weights=weights)
 
 
 def test_intervals_of_perplexities_are_those_of_a_ratio() -> None:

@@ -14,14 +14,12 @@ import pytest
 from scipy import stats
 
 from lmeval_prune import InputError
-from lmeval_prune.artefacts import digest, write_artefact, write_text
+from lmeval_prune.artefacts import digest, file_name, new_folder, write_artefact
 from lmeval_prune.cli import main
 from lmeval_prune.comparison.costs import pareto_fronts
 from lmeval_prune.comparison.tables import POOLED
 from lmeval_prune.grid.comparison import compare
-from lmeval_prune.grid.folder import CELL, VERSION, GridFolder, samples_file
-from lmeval_prune.grid.outcomes import write_tables
-from lmeval_prune.grid.report import write_lm_eval
+from lmeval_prune.grid.folder import CELL, VERSION, GridFolder
 from lmeval_prune.reporting.statistics import (
     detectable,
     difference_interval,
@@ -228,37 +226,43 @@ def question(task: str, number: int, value: float, text: str = "", metric: str =
     }
 
 
-def write_grid(path: Path, values: dict[str, dict[str, Any]], baseline: str | None = None, **entries: Any) -> Path:
-    """A grid's folder with these outcomes, by variant and task."""
+def write_cell(
+    folder: GridFolder, key: str, tasks: dict[str, list[dict[str, Any]]], selected_questions: tuple[str, ...] = ()
+) -> None:
+    """A cell's folder with these rows of samples by task."""
+    with new_folder(folder.place("evaluate", key)) as cell:
+        higher = {task: {"error": False, "exact_match": True} for task in tasks}
+        results = {"results": {task: {"alias": task} for task in tasks}, "configs": {task: {} for task in tasks}}
+        name = folder.results(key).name
+        (cell / name).write_text(json.dumps({**results, "higher_is_better": higher}))
+        for task, rows in tasks.items():
+            samples = name.replace("results_", f"samples_{file_name(task)}_").replace(".json", ".jsonl")
+            (cell / samples).write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_artefact(cell / "cell.json", CELL, VERSION, {"selected_questions": list(selected_questions)})
+
+
+def key_of(variant: str, task: str) -> str:
+    return digest([variant, task])
+
+
+def write_grid(
+    path: Path,
+    values: dict[str, dict[str, Any]],
+    baseline: str | None = None,
+    questions: dict[str, tuple[str, ...]] | None = None,
+    **entries: Any,
+) -> Path:
+    """A grid's folder with these outcomes, by variant and task; `questions` are those that a variant was selected on."""
     folder, cells = GridFolder(path), []
-    folder.create("By hand", baseline, [])
     for variant, tasks in values.items():
         for task, own in tasks.items():
-            key = f"{variant}-{task}".replace(" ", "_")
+            key = key_of(variant, task)
             rows = own if isinstance(own, list) and own and isinstance(own[0], dict) else None
             rows = rows or [question(task, i, float(value)) for i, value in enumerate(own)]
-            with folder.new_cell(key) as cell:
-                write_tables(cell, {task: rows}, {})
-                higher = {task: {"error": False, "exact_match": True}}
-                results = {"results": {task: {"alias": task}}, "configs": {task: {}}, "higher_is_better": higher}
-                write_text(cell / "results.json", json.dumps(results))
-                write_text(
-                    samples_file(cell, task),
-                    "".join(
-                        json.dumps({**row, "prompt_hash": "p", "target_hash": "t", "filtered_resps": row["resps"]})
-                        + "\n"
-                        for row in rows
-                    ),
-                )
-                about = entries.get(variant, {}).get("about", {})
-                write_artefact(cell / "cell.json", CELL, VERSION, about)
-            entry = {"key": key, "variant": variant, "task": task, "metric": None, "selected_on": []}
-            entry |= {
-                "model_args": {"pretrained": "m"},
-                "prepare": {},
-                "costs": variant,
-                "command": f"lm_eval --x {key}",
-            }
+            write_cell(folder, key, {task: rows}, (questions or {}).get(variant, ()))
+            entry = {"key": key, "variant": variant, "task": task, "metric": None, "selected_on": [], "prepared": ""}
+            entry |= {"model_args": {"pretrained": "m"}, "prepare": {}, "costs": variant}
+            entry |= {"command": f"lm_eval --x {variant}-{task}"}
             cells.append({**entry, **entries.get(variant, {})})
         cost = {"parameters": 100, "flops_per_token": float(200 - len(variant)), "device": "cpu", "threads": 1}
         folder.write_costs(variant, cost)
@@ -358,23 +362,18 @@ def test_many_sign_flips_can_pass_holms_correction(tmp_path: Path) -> None:
 
 def test_cells_that_are_not_done_are_missing(tmp_path: Path) -> None:
     path = write_grid(tmp_path / "g", {"dense": {"t": [1.0]}, "x": {"t": [0.0]}})
-    shutil.rmtree(path / "cells" / "x-t")
+    shutil.rmtree(path / "cells" / key_of("x", "t"))
     comparison = compare(path)
     assert [cell[:2] for cell in comparison.missing] == [("x", "t")] and ("x", "t") not in comparison.rows
-    shutil.rmtree(path / "cells" / "dense-t")
+    shutil.rmtree(path / "cells" / key_of("dense", "t"))
     with pytest.raises(InputError):
         compare(path)
 
 
 def test_what_was_chosen_on_these_questions_is_marked(tmp_path: Path) -> None:
-    router = tmp_path / "router"
-    router.mkdir()
-    seen = [digest(f"t question {i}?") for i in (0, 2, 9)]
-    (router / "router.json").write_text(json.dumps({"schema": "lmeval-prune/router", "seen": seen}))
+    seen = tuple(digest(f"t question {i}?") for i in (0, 2, 9))
     values = {name: {"t": [1.0, 0.0, 1.0]} for name in ("dense", "best", "routed")}
-    path = write_grid(
-        tmp_path / "g", values, best={"selected_on": ["t"]}, routed={"model_args": {"router": str(router)}}
-    )
+    path = write_grid(tmp_path / "g", values, questions={"routed": seen}, best={"selected_on": ["t"]})
     rows = compare(path).rows
     assert [rows[name, "t"].chosen_on for name in values] == [0, 3, 2]
     assert main(["grid", "compare", str(path)]) == 0
@@ -405,30 +404,16 @@ def test_a_speed_is_better_only_beyond_what_its_runs_differ_by() -> None:
 def test_everything_is_written(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     values = {n: {"t": (RNG.random(40) < p).astype(float).tolist()} for n, p in (("dense", 0.5), ("x|y", 0.9))}
     path = write_grid(tmp_path / "g", values, "dense")
-    assert main(["grid", "compare", str(path), "--output", str(tmp_path / "o"), "--lm_eval", str(tmp_path / "l")]) == 0
+    assert main(["grid", "compare", str(path), "--output", str(tmp_path / "o")]) == 0
     output = capsys.readouterr().out
     assert re.search(r"x\\\|y +\| +40 \|", output) and "p Holm" in output  # the table
     names = {"table.csv", "comparison.json", "report.md", "page.html", "pareto.png", "pareto.svg"}
     assert {file.name for file in (tmp_path / "o").iterdir()} == names
-    assert {str(tmp_path / "o" / name) for name in names} | {str(tmp_path / "l")} <= set(output.splitlines())
-    (results,) = (tmp_path / "l" / "dense").glob("results_*.json")
-    assert "task_hashes" in json.loads(results.read_text())
-    (samples,) = (tmp_path / "l" / "dense").glob("samples_t_*.jsonl")
-    assert len(samples.read_text().splitlines()) == 40
-    written = [str(tmp_path / "l" / name) for name in ("dense", "x__y")]  # is compared alike by `compare`
-    assert main(["compare", *written, "--output", str(tmp_path / "r")]) == 0
+    assert {str(tmp_path / "o" / name) for name in names} <= set(output.splitlines())
+    cells = [f"{name}={path / 'cells' / key_of(name, 't')}" for name in ("dense", "x|y")]  # as `compare` reads them
+    assert main(["compare", *cells, "--output", str(tmp_path / "r")]) == 0
     first, second = (json.loads((tmp_path / name / "comparison.json").read_text())["rows"][-1] for name in "or")
     names = ("mean", "low", "difference", "difference_high", "p", "p_holm", "detectable")
     assert [first[name] for name in names] == [second[name] for name in names]
     page = (tmp_path / "o" / "page.html").read_text()
     assert "http://" not in page.replace("http://www.w3.org/2000/svg", "") and "https://" not in page
-
-
-def test_variants_that_lm_eval_would_call_the_same_get_a_folder_each(tmp_path: Path) -> None:
-    values = {name: {"t": [value]} for name, value in (("a:b", 1.0), ("a|b", 0.0), ("A:b", 0.0))}
-    write_lm_eval(str(write_grid(tmp_path / "g", values)), str(tmp_path / "l"))
-    results = {
-        folder.name: json.loads(next(folder.glob("results_*.json")).read_text())
-        for folder in (tmp_path / "l").iterdir()
-    }
-    assert {result["model_name"] for result in results.values()} == set(values) and "a__b" in results

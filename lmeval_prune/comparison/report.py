@@ -15,10 +15,8 @@ from lmeval_prune.comparison.costs import COSTS, cost_range
 from lmeval_prune.comparison.page import write_page
 from lmeval_prune.comparison.rows import DETECTABLE, Comparison, Row
 from lmeval_prune.comparison.tables import POOLED
-from lmeval_prune.distance.summary import cells as distance_cells
 from lmeval_prune.errors import InputError, did_you_mean, first_few
 from lmeval_prune.reporting.documents import printable, render
-from lmeval_prune.reporting.plot_style import COLOURS, figure, label_points, save
 from lmeval_prune.reporting.tables import bold, csv, markdown, p_value, signed, significant
 
 TEXT_COLUMNS = ["variant"]
@@ -27,11 +25,11 @@ MAX_ROWS = 2_000  # of the tables on a page without scripts; beyond it, the last
 MAX_SUMMARY = 24  # rows of the summary with members of groups and parts of tasks
 
 
-def write(comparison: Comparison, target: Path, without_texts: Sequence[str] = ()) -> tuple[str, list[str], list[Path]]:
+def write(comparison: Comparison, target: Path, without_texts: Sequence[str] = ()) -> tuple[list[str], list[Path]]:
     """Write the report, the page and their data to a folder.
 
     Returns:
-        The table of the last task or of the pooled tasks; notes for the reader, a line each; and the written files.
+        Notes for the reader, a line each, and the written files.
     """
     for task in without_texts:
         if task not in comparison.evaluated:
@@ -52,7 +50,7 @@ def write(comparison: Comparison, target: Path, without_texts: Sequence[str] = (
     write_page(comparison, target / "page.html", report, without_texts)
     pictures = ["pareto.png", "pareto.svg"] if costs else []
     names = ["report.md", "table.csv", "comparison.json", *pictures, "page.html"]
-    return task_table(comparison, comparison.tasks[-1]), notes, [target / name for name in names]
+    return notes, [target / name for name in names]
 
 
 def _comparison_json(comparison: Comparison, rows: list[dict[str, Any]]) -> str:
@@ -131,6 +129,8 @@ def task_table(comparison: Comparison, task: str) -> str:
         frame["tokens"] = [_with_error(row.mean_tokens, None, 1, 0) for row in rows]
         frame["cut off"] = ["" if row.cut_off is None else f"{row.cut_off:.0%}" for row in rows]
     if _any_has(rows, "mean_kld"):
+        from lmeval_prune.distance.summary import cells as distance_cells  # imports torch
+
         distances = [distance_cells({name: getattr(row, name) for name in DISTANCE}) for row in rows]
         frame = pd.concat([frame, pd.DataFrame(distances)], axis=1)
         frame = frame.loc[:, (frame != "").any()]  # choices have no answers
@@ -202,6 +202,8 @@ def _cost_text(costs: dict[str, Any], key: str, on_front: bool) -> str:
 
 def _draw_pareto(comparison: Comparison, keys: list[str], stem: Path) -> None:
     """Plot the mean of the last task against the cost in which the variants differ most."""
+    from lmeval_prune.reporting.plot_style import COLOURS, figure, label_points, save
+
     task, costs = comparison.tasks[-1], comparison.costs
     rows = {name: comparison.rows[name, task] for name in comparison.variants if (name, task) in comparison.rows}
     key = max(keys, key=lambda key: _spread([costs[name].get(key) for name in rows], COSTS[key].timed))

@@ -23,7 +23,7 @@ from lmeval_prune.errors import InputError
 from lmeval_prune.export.manifest import adapter_name, read_adapters, read_lora
 from lmeval_prune.grid.configuration import Grid, GridTask, Variant
 from lmeval_prune.grid.preparations import make_preparation, with_chat_template
-from lmeval_prune.grid.task_identity import TaskIdentity, training_digest
+from lmeval_prune.grid.task_identity import TaskIdentity, identify, training_digest
 from lmeval_prune.models.arguments import ROUTER_ARGUMENTS, Arguments
 from lmeval_prune.models.checkpoint import Checkpoint
 from lmeval_prune.models.identity import SERVED_ANSWERING, ModelIdentity, argument_identity, code_versions
@@ -31,10 +31,6 @@ from lmeval_prune.models.server_options import ServerOptions, without_server
 from lmeval_prune.tasks.loading import included_folder, task_manager
 
 SEEDS = ("random_seed", "numpy_random_seed", "torch_random_seed", "fewshot_random_seed")  # of `simple_evaluate`
-# attributes of `Cell` that are written to `cell.json`
-JSON_FIELDS = (
-    "evaluation", "metadata", "identity", "prepared", "answers", "batch_size", "device", "engine",
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -53,6 +49,7 @@ class Cell:
     batch_size: int | str
     device: str | None
     engine: str
+    measurable: bool  # whether the costs of the variant can be measured
 
     @property
     def name(self) -> str:
@@ -110,30 +107,23 @@ class Cell:
             "system_instruction": evaluation["system_instruction"] or None,
             "apply_chat_template": template if isinstance(template, str) and template else None,
         }
-        words = ["lm_eval"]
-        for name, value in options.items():
-            words += [] if value is None else [f"--{name}", str(value)]
+        words = [word for name, value in options.items() if value is not None for word in (f"--{name}", str(value))]
         flags = ["--apply_chat_template"] if template is True else []
-        return shlex.join([*words, *flags, "--log_samples", "--output_path", "OUT"])
+        return shlex.join(["lm_eval", *words, *flags, "--log_samples", "--output_path", "OUT"])
 
     def entry(self, model_args: dict[str, Any]) -> dict[str, Any]:
-        """Return the cell's entry in `grid.json`, so that `grid compare` need not read the cell's own files."""
-        return {"key": self.key, **self._settings(), "costs": self.costs, "command": self.command(model_args)}
-
-    def to_json(self, model_args: dict[str, Any]) -> dict[str, Any]:
-        """Return the fields of `cell.json`."""
-        fields = {name: getattr(self, name) for name in JSON_FIELDS}
-        command = self.command(model_args)
-        return {**self._settings(), "seed": self.variant.seed, **fields, "key": self.key, "command": command}
-
-    def _settings(self) -> dict[str, Any]:
+        """Return the cell's entry in `grid.json` and `cell.json`."""
         return {
+            "key": self.key,
             "variant": self.variant.name,
             "task": self.task.name,
             "metric": self.task.metric,
             "selected_on": list(self.variant.selected_on),
             "model_args": self.variant.model_args,
             "prepare": self.variant.prepare,
+            "prepared": self.prepared,
+            "costs": self.costs,
+            "command": self.command(model_args),
         }
 
 
@@ -151,9 +141,7 @@ def cells_of(grid: Grid) -> list[Cell]:
     by_key: dict[str, Cell] = {}
     for cell in cells:
         if (other := by_key.setdefault(cell.key, cell)) is not cell:
-            variants = " and ".join(dict.fromkeys((repr(other.variant.name), repr(cell.variant.name))))
-            tasks = " and ".join(dict.fromkeys((other.task.name, cell.task.name)))
-            raise InputError(f"two cells are the same: {variants} on {tasks}; leave one out")
+            raise InputError(f"two cells are the same: {other.name!r} and {cell.name!r}; leave one out")
     return cells
 
 
@@ -174,21 +162,26 @@ class _Planner:
             arguments = Arguments.of(without_server(variant.model_args))
             loading = arguments.loading
             loading_key = digest({name: str(value) for name, value in loading.items()})
-            checkpoint, model = self._model(loading_key, loading)
+            if loading_key not in self.models:
+                checkpoint = Checkpoint(loading)
+                self.models[loading_key] = checkpoint, ModelIdentity.of_checkpoint(checkpoint).to_json()
+            checkpoint, model = self.models[loading_key]
             engine = _engine(variant, arguments, checkpoint)
             computation = _computation(variant, arguments, checkpoint, engine, grid.batch_size)
-            identity = self._variant_identity(variant, arguments, checkpoint, model)
+            identity = _variant_identity(variant, arguments, checkpoint, model)
             template = checkpoint.chat_template(grid.apply_chat_template)
         except InputError as error:
             raise InputError(f"variant {variant.name!r}: {error}") from None
-        model_digest = digest([model, computation] if computation else model)
-        costs = digest({**identity, **computation} if variant.served else identity)  # a server's are unknown
+        model_name = (
+            f"{Path(str(arguments.pretrained)).name}-{digest([model, computation] if computation else model)[:8]}"
+        )
         for grid_task in grid.tasks:
-            task = self._task(grid_task, loading_key, loading)
+            if (task_key := (loading_key, grid_task.name)) not in self.tasks:
+                self.tasks[task_key] = identify(task_manager({**loading, **grid.metadata}), grid_task)
+            task = self.tasks[task_key]
             random: dict[str, Any] = {"seed": variant.seed} if task.draws else {}
             random |= {"engine": engine} if task.samples else {}  # engines draw different random numbers
             prompts = {"system": grid.system_instruction or "", "multiturn": chat}
-            answers_path = (f"{Path(str(arguments.pretrained)).name}-{model_digest[:8]}", grid_task.name)
             cell_identity = {
                 **identity,
                 **computation,
@@ -197,69 +190,50 @@ class _Planner:
                 "drawn": random,
                 "versions": versions(variant.served),
             }
+            limit = grid_task.limit
             yield Cell(
                 key=digest(cell_identity),
-                costs=costs,
+                costs=digest(identity),
                 variant=variant,
                 task=grid_task,
-                evaluation=_evaluation(grid_task, grid),
+                evaluation={
+                    "tasks": [grid_task.task],
+                    "limit": limit if limit is None or limit < 1 else int(limit),
+                    "num_fewshot": grid_task.num_fewshot,
+                    "gen_kwargs": dict(grid_task.gen_kwargs),
+                    "system_instruction": grid.system_instruction,
+                    "apply_chat_template": grid.apply_chat_template,
+                    "fewshot_as_multiturn": chat,  # the default of lm-eval's command
+                },
                 metadata=dict(grid.metadata),
                 identity=cell_identity,
                 prepared=identity["preparation"].get("key", ""),
-                answers="/".join(re.sub(r"[^\w.-]", "_", part) for part in answers_path),
+                answers="/".join(re.sub(r"[^\w.-]", "_", part) for part in (model_name, grid_task.name)),
                 batch_size=grid.batch_size,
                 device=grid.device,
                 engine=engine,
+                measurable=not (variant.served or arguments.router or checkpoint.config.is_encoder_decoder),
             )
 
-    def _model(self, key: str, loading: dict[str, Any]) -> tuple[Checkpoint, dict[str, Any]]:
-        if key not in self.models:
-            checkpoint = Checkpoint(loading)
-            self.models[key] = checkpoint, ModelIdentity.of_checkpoint(checkpoint).to_json()
-        return self.models[key]
 
-    def _task(self, grid_task: GridTask, loading_key: str, loading: dict[str, Any]) -> TaskIdentity:
-        key = loading_key, grid_task.name
-        if key not in self.tasks:
-            manager = task_manager({**loading, **self.grid.metadata})
-            self.tasks[key] = TaskIdentity.of(manager, grid_task)
-        return self.tasks[key]
-
-    def _variant_identity(
-        self, variant: Variant, arguments: Arguments, checkpoint: Checkpoint, model: dict[str, Any]
-    ) -> dict[str, Any]:
-        router_arguments = {name: variant.model_args[name] for name in ROUTER_ARGUMENTS if name in variant.model_args}
-        interventions: list[Any] = [intervention.identity(checkpoint.map) for intervention in arguments.interventions]
-        if interventions:
-            interventions.append(digest(checkpoint.map.signature()))
-        prepared: dict[str, Any] = {}
-        for name, settings in variant.prepare.items():
-            preparation = make_preparation(name, settings)
-            preparation.check(checkpoint.map)
-            prepared = {
-                "name": name,
-                **preparation.identity(),
-                "seed": variant.seed,
-                "versions": versions(served=False),
-            }
-            prepared["key"] = digest([model, prepared])
-        return {
-            "model": model,
-            "interventions": interventions,
-            "router": {name: argument_identity(name, value) for name, value in router_arguments.items()},
-            "preparation": prepared,
-        }
-
-
-def _evaluation(task: GridTask, grid: Grid) -> dict[str, Any]:
+def _variant_identity(
+    variant: Variant, arguments: Arguments, checkpoint: Checkpoint, model: dict[str, Any]
+) -> dict[str, Any]:
+    router_arguments = {name: variant.model_args[name] for name in ROUTER_ARGUMENTS if name in variant.model_args}
+    interventions: list[Any] = [intervention.identity(checkpoint.map) for intervention in arguments.interventions]
+    if interventions:
+        interventions.append(digest(checkpoint.map.signature()))
+    prepared: dict[str, Any] = {}
+    for name, settings in variant.prepare.items():
+        preparation = make_preparation(name, settings)
+        preparation.check(checkpoint.map)
+        prepared = {"name": name, **preparation.identity(), "seed": variant.seed, "versions": versions(served=False)}
+        prepared["key"] = digest([model, prepared])
     return {
-        "tasks": [task.task],
-        "limit": task.limit if task.limit is None or task.limit < 1 else int(task.limit),
-        "num_fewshot": task.num_fewshot,
-        "gen_kwargs": dict(task.gen_kwargs),
-        "system_instruction": grid.system_instruction,
-        "apply_chat_template": grid.apply_chat_template,
-        "fewshot_as_multiturn": bool(grid.apply_chat_template),  # the default of lm-eval's command
+        "model": model,
+        "interventions": interventions,
+        "router": {name: argument_identity(name, value) for name, value in router_arguments.items()},
+        "preparation": prepared,
     }
 
 

@@ -141,7 +141,8 @@ def cells_of(grid: Grid) -> list[Cell]:
     by_key: dict[str, Cell] = {}
     for cell in cells:
         if (other := by_key.setdefault(cell.key, cell)) is not cell:
-            raise InputError(f"two cells are the same: {other.name!r} and {cell.name!r}; leave one out")
+            names = f"{other.variant.name!r} on {other.task.name} and {cell.variant.name!r} on {cell.task.name}"
+            raise InputError(f"two cells are the same: {names}; leave one out")
     return cells
 
 
@@ -193,7 +194,7 @@ class _Planner:
             limit = grid_task.limit
             yield Cell(
                 key=digest(cell_identity),
-                costs=digest(identity),
+                costs=digest({**identity, **computation} if variant.served else identity),  # a server's are unknown
                 variant=variant,
                 task=grid_task,
                 evaluation={

@@ -44,13 +44,6 @@ def test_mcnemar_by_brute_force() -> None:
         assert mcnemar_test(np.array([better]), np.array([worse]))[0] == pytest.approx(np.mean(ways))
 
 
-def test_sign_flips_by_brute_force() -> None:
-    differences = np.array([[0.3, -0.1, 0.2, 0.5, -0.4, 0.1], [1, 1, 0, 0, 1, -1]], dtype=float).T
-    signs = np.array(list(itertools.product((-1, 1), repeat=6)))
-    literal = (np.abs(signs @ differences) >= np.abs(differences.sum(0)) - 1e-12).mean(0)
-    np.testing.assert_allclose(sign_flip_test(differences), literal, atol=1e-12)
-
-
 def test_holm_by_its_definition() -> None:
     for _ in range(20):
         ps = RNG.random(7) ** 2
@@ -59,6 +52,7 @@ def test_holm_by_its_definition() -> None:
         for rank, i in enumerate(order):
             literal[i] = min(1.0, max((7 - j) * ps[order[j]] for j in range(rank + 1)))
         np.testing.assert_allclose(holm(ps.tolist()), literal)
+        np.testing.assert_allclose(holm([np.nan, *ps]), [np.nan, *literal])
 
 
 def test_an_interval_of_figures_is_students_where_they_are_not_skewed() -> None:
@@ -120,17 +114,6 @@ def test_an_interval_and_its_test_do_not_contradict_each_other() -> None:
         skewed = there * (RNG.lognormal(size=(n, 600)) * RNG.choice((1, -1), p=(0.8, 0.2), size=(n, 600)))
         for differences, unit in ((eighths, 1.0), (skewed, np.inf)):
             check(differences, sign_flip_test(differences, draws=1999), unit)
-
-
-def test_a_null_experiment_rejects_at_the_nominal_rate() -> None:
-    """Two copies of one model whose outcomes are shuffled within a question: 5% of tests say that they differ."""
-    rng = np.random.default_rng(3)
-    first, second = (rng.random((300, 4000)) < 0.4 for _ in range(2))
-    better, worse = (first & ~second).sum(0), (second & ~first).sum(0)
-    rate = (mcnemar_test(better, worse) < 0.05).mean()
-    assert 0.03 < rate <= 0.055  # an exact test of whole numbers keeps below its level
-    graded = rng.normal(size=(200, 1500)) * rng.choice((-1, 1), size=(200, 1500))
-    assert (sign_flip_test(graded, draws=999) < 0.05).mean() == pytest.approx(0.05, abs=0.015)
 
 
 @pytest.mark.parametrize("level", [0.05, 0.05 / 12])
@@ -199,12 +182,6 @@ def test_pareto_by_brute_force() -> None:
 
         front = pareto(np.stack([costs, highs], 1), gains)
         assert front.tolist() == [bool(known[i] and not is_beaten(i)) for i in range(25)]
-
-
-def test_points_that_cannot_be_told_apart_share_the_front() -> None:
-    costs = np.array([[2, 3], [2.9, 4], [9, 10]])
-    assert pareto(costs, np.array([0.5, 0.5, 0.4])).tolist() == [True, True, False]
-    assert pareto(costs, np.array([0.5, 0.4, 0.6])).tolist() == [True, True, True]
 
 
 # ---------------------------------------------------------------------- grids made by hand
@@ -407,7 +384,7 @@ def test_everything_is_written(tmp_path: Path, capsys: pytest.CaptureFixture) ->
     assert main(["grid", "compare", str(path), "--output", str(tmp_path / "o")]) == 0
     output = capsys.readouterr().out
     assert re.search(r"x\\\|y +\| +40 \|", output) and "p Holm" in output  # the table
-    names = {"table.csv", "comparison.json", "report.md", "page.html", "pareto.png", "pareto.svg"}
+    names = {"table.csv", "comparison.json", "report.md", "page.html"}
     assert {file.name for file in (tmp_path / "o").iterdir()} == names
     assert {str(tmp_path / "o" / name) for name in names} <= set(output.splitlines())
     cells = [f"{name}={path / 'cells' / key_of(name, 't')}" for name in ("dense", "x|y")]  # as `compare` reads them

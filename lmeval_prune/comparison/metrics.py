@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, NotRequired
+from typing import Any, NamedTuple
 
 import numpy as np
-from typing_extensions import TypedDict
 
 from lmeval_prune.comparison.samples import WEIGHT
 from lmeval_prune.errors import InputError
@@ -51,35 +50,6 @@ class Metric(NamedTuple):
     lower_is_better: bool = False
 
 
-class _MetricEntry(TypedDict):
-    metric: str
-    aggregation: NotRequired[str | None]
-    higher_is_better: NotRequired[bool | None]
-
-
-class _Metadata(TypedDict, total=False):
-    question_field: str | None
-
-
-class _Config(TypedDict, total=False):
-    output_type: str | None
-    metric_list: list[_MetricEntry] | None
-    filter_list: list[dict[str, Any]] | None
-    metadata: _Metadata | None
-
-
-class _Figures(TypedDict, total=False):
-    sample_len: int
-
-
-class Results(TypedDict):
-    """Fields of lm-eval's results that comparisons read."""
-
-    results: dict[str, _Figures]
-    configs: NotRequired[dict[str, _Config]]
-    higher_is_better: NotRequired[dict[str, dict[str, bool | None] | None]]
-
-
 Values = Mapping[str, np.ndarray]  # of questions, by `METRIC,FILTER` and `WEIGHT`; NaN: no value
 
 
@@ -95,7 +65,7 @@ def known_metrics(values: Values, results: Mapping[str, Any], task: str, source:
         task: name of the task.
         source: file with the samples.
     """
-    entries: list[_MetricEntry] = (results.get("configs") or {}).get(task, {}).get("metric_list") or []
+    entries: list[dict[str, Any]] = (results.get("configs") or {}).get(task, {}).get("metric_list") or []
     declared = {entry["metric"]: entry.get("aggregation") for entry in entries}
     figures: Mapping[str, Any] = results["results"].get(task, {})
     higher = (results.get("higher_is_better") or {}).get(task) or {}

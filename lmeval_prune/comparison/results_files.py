@@ -8,49 +8,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, NotRequired, cast
+from typing import Any
 
-from annotated_types import Interval, Len
-from typing_extensions import TypedDict
-
-from lmeval_prune.artefacts import file_name, parse_json, read_json, validate_json
-from lmeval_prune.comparison.metrics import Results
+from lmeval_prune.artefacts import file_name, parse_json, read_json
 from lmeval_prune.errors import InputError, check_exists
-
-
-class _RunConfig(TypedDict, total=False):
-    model: str | None
-    model_args: str | dict[str, Any] | None
-    random_seed: int | None
-    numpy_seed: int | None
-    torch_seed: int | None
-    fewshot_seed: int | None
-
-
-class RunResults(Results):
-    """Fields of lm-eval's results that describe a run."""
-
-    config: NotRequired[_RunConfig | None]
-    group_subtasks: NotRequired[dict[str, list[str]] | None]
-    versions: NotRequired[dict[str, Any] | None]
-    lm_eval_version: NotRequired[str | None]
-    date: NotRequired[Annotated[float, Interval(ge=0, lt=1e11)]]
-
-
-_Request = Annotated[list[Any], Len(1)] | Annotated[dict[str, Any], Len(1)]
-
-
-class Sample(TypedDict):
-    """Fields of a sample that are read."""
-
-    doc_id: int
-    doc: Any
-    target: Any
-    arguments: Annotated[list[_Request], Len(1)] | Annotated[dict[str, _Request], Len(1)]
-    resps: list[Any]
-    filter: str
-    metrics: list[str]
-    doc_hash: str
 
 
 @dataclass(frozen=True)
@@ -69,7 +30,7 @@ class ResultsFile:
     @cached_property
     def results(self) -> dict[str, Any]:
         """Return lm-eval's results, by the names of tasks in a comparison."""
-        results = cast(dict[str, Any], read_json(self.path, RunResults))
+        results: dict[str, Any] = read_json(self.path)
         if self.name:
             tasks = list(results.get("configs") or {})
             results["task_names"] = {f"{self.name}::{task}" if len(tasks) > 1 else self.name: task for task in tasks}
@@ -115,8 +76,7 @@ class ResultsFile:
             for number, line in enumerate(lines, 1):
                 if not line.strip():
                     continue
-                place = f"line {number} of {path}"
-                row = validate_json(parse_json(line, place), Sample, place)
+                row = parse_json(line, f"line {number} of {path}")
                 if row["doc_id"] in (known := seen[row["filter"]]):
                     raise InputError(f"{path} has question {row['doc_id']} twice; delete it and evaluate again")
                 known.add(row["doc_id"])

@@ -1,4 +1,4 @@
-"""What a sample says: a row that `lm_eval --log_samples` wrote, see `results_files.Sample`."""
+"""What a sample says: a row that `lm_eval --log_samples` wrote, with `arguments` as a list of lists."""
 
 from __future__ import annotations
 

@@ -14,10 +14,10 @@ import re
 import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from lmeval_prune import __version__
 from lmeval_prune.artefacts import digest
 from lmeval_prune.errors import InputError
 from lmeval_prune.export.manifest import adapter_name, read_adapters, read_lora
@@ -130,7 +130,7 @@ class Cell:
 def versions(served: bool) -> dict[str, Any]:
     """Return the versions of all packages, and of the way to answer, that can change answers and scores."""
     answering = {"answering": SERVED_ANSWERING} if served else {}
-    return {"lmeval-prune": version("lmeval-prune"), **code_versions(), **answering}
+    return {"lmeval-prune": __version__, **code_versions(), **answering}
 
 
 def cells_of(grid: Grid) -> list[Cell]:

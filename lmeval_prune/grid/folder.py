@@ -20,14 +20,11 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NotRequired
+from typing import TYPE_CHECKING, Any, Literal
 
-from annotated_types import Len
 from filelock import Timeout
-from typing_extensions import TypedDict
 
-from lmeval_prune.artefacts import file_lock, file_name, read_artefact, read_table, write_artefact
-from lmeval_prune.config import Finite
+from lmeval_prune.artefacts import ENVELOPE, file_lock, file_name, read_artefact, read_table, write_artefact
 from lmeval_prune.errors import InputError, did_you_mean, first_few
 from lmeval_prune.models.server_record import RECORD
 
@@ -35,7 +32,7 @@ if TYPE_CHECKING:
     from lmeval_prune.grid.cells import Cell
 
 GRID, CELL, FAILED, MEASURE = (f"lmeval-prune/{name}" for name in ("grid", "grid-cell", "grid-failure", "grid-measure"))
-VERSION = 2
+VERSION = 1
 Kind = Literal["prepare", "evaluate", "measure", "distance"]
 PLACES = {
     "prepare": "prepared/{}",
@@ -43,52 +40,6 @@ PLACES = {
     "measure": "measures/{}.json",
     "distance": "distances/{}.parquet",
 }
-
-
-class CellEntry(TypedDict):
-    """Fields of a cell in `grid.json`; other fields are not checked."""
-
-    key: str  # name of the cell's folder
-    variant: str  # name of the variant
-    task: str
-    metric: str | None  # compared metric; None: the default of the task
-    selected_on: list[str]  # tasks whose questions the variant was selected on
-    model_args: dict[str, Any]
-    prepare: dict[str, dict[str, Any]]  # settings of a preparation, by its name
-    prepared: str  # key of its result; empty without a preparation
-    costs: str  # key of the variant's measured costs
-    command: str  # `lm_eval …`
-    distance: NotRequired[str]  # key of the measured distances
-    distance_from: NotRequired[str]  # variant whose model they are measured from, if it is another checkpoint
-    no_distance: NotRequired[str]  # reason why they are not measured
-
-
-class GridContents(TypedDict):
-    """Fields of `grid.json`."""
-
-    title: str
-    baseline: str | None
-    cells: Annotated[list[CellEntry], Len(1)]
-
-
-class Failure(TypedDict):
-    """Fields of a file in `failed/` that are read."""
-
-    reason: str
-
-
-class Costs(TypedDict):
-    """Measured costs of a variant; None if a cost cannot be measured."""
-
-    device: NotRequired[str]
-    threads: NotRequired[int]
-    ranges: NotRequired[dict[str, list[Finite]]]  # slowest and fastest run of each speed
-    parameters: NotRequired[Finite | None]
-    flops_per_token: NotRequired[Finite | None]
-    decode_tokens_per_second: NotRequired[Finite | None]
-    prefill_tokens_per_second: NotRequired[Finite | None]
-    cache_bytes_per_token: NotRequired[Finite | None]
-    weights_bytes: NotRequired[Finite | None]
 
 
 @dataclass(frozen=True)
@@ -128,7 +79,7 @@ class GridFolder:
 
     def read(self) -> dict[str, Any]:
         """Read `grid.json`."""
-        return read_artefact(self._grid_file, GRID, VERSION, GridContents)[0]
+        return read_artefact(self._grid_file, GRID, VERSION)[0]
 
     @contextmanager
     def lock(self, item: Item) -> Iterator[bool]:
@@ -176,7 +127,7 @@ class GridFolder:
         reasons = {}
         for path in (self.path / "failed").glob("*.json"):
             if path.is_file():  # another run may clear one meanwhile
-                reasons[path.stem] = str(read_artefact(path, FAILED, VERSION, Failure)[0]["reason"])
+                reasons[path.stem] = str(read_artefact(path, FAILED, VERSION)[0]["reason"])
         return reasons
 
     def clear_failure(self, name: str) -> None:
@@ -193,7 +144,8 @@ class GridFolder:
     def costs(self, key: str) -> dict[str, Any]:
         """Read the costs of a variant; empty if they were not measured."""
         path = self.place("measure", key)
-        return read_artefact(path, MEASURE, VERSION, Costs)[0] if path.is_file() else {}
+        content = read_artefact(path, MEASURE, VERSION)[0] if path.is_file() else {}
+        return {name: value for name, value in content.items() if name not in ENVELOPE}
 
     def distances(self, key: str) -> Any:
         """Read the distances of a cell as a data frame."""

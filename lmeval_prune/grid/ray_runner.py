@@ -10,6 +10,8 @@ from functools import cache
 from pathlib import Path
 from pkgutil import resolve_name
 
+import torch
+
 from lmeval_prune.errors import DiskError, InputError, first_line
 from lmeval_prune.grid.folder import GridFolder
 from lmeval_prune.grid.worker import FAILED, Job, Result, Worker
@@ -23,15 +25,10 @@ RETRIES = 5  # of a job whose worker or node died; it reuses the stored answers
 
 @dataclass(frozen=True)
 class RayRunner:
-    """Runs jobs as Ray tasks. Every node must see the grid's folder under the same path.
+    """Runs jobs as Ray tasks; every node must see the grid's folder under the same path."""
 
-    Attributes:
-        address: address of the cluster; default `RAY_ADDRESS`, else a local cluster is started.
-        cpus, gpus, memory: resources of a job, for Ray's scheduling.
-    """
-
-    address: str | None = None
-    cpus: float = 1
+    address: str | None = None  # of the cluster; default `RAY_ADDRESS`, else a local cluster is started
+    cpus: float = 1  # of a job, as `gpus` and `memory` in bytes
     gpus: float = 0
     memory: float | None = None
 
@@ -45,12 +42,8 @@ class RayRunner:
         for name, request in (("CPU", self.cpus), ("GPU", self.gpus), ("memory", self.memory or 0)):
             largest = max((node["Resources"].get(name, 0) for node in ray.nodes() if node["Alive"]), default=0)
             if request > largest:  # Ray would wait for ever
-                raise InputError(
-                    f"a job requests {request:g} {name}, and no node of the Ray cluster has more than {largest:g}"
-                )
-        task = ray.remote(num_cpus=self.cpus, num_gpus=self.gpus, memory=self.memory, max_retries=RETRIES)(
-            _run_in_worker
-        )
+                raise InputError(f"a job requests {request:g} {name}; the largest node has {largest:g}")
+        task = ray.remote(num_cpus=self.cpus, num_gpus=self.gpus, memory=self.memory, max_retries=RETRIES)(_in_worker)
         environment = {name: os.environ[name] for name in ENVIRONMENT if name in os.environ}
         settings = TARGETS.get("process"), str(Path.cwd()), environment, included_folder()
         pending = {task.remote(job, *settings): job for job in jobs}
@@ -62,11 +55,10 @@ class RayRunner:
             except DiskError as error:
                 raise DiskError(str(getattr(error, "cause", error))) from None
             except Exception as error:  # Ray gave up: the worker died repeatedly, or never saw the folder
-                folder = GridFolder(job.folder)
-                reason = f"lost by Ray: {first_line(getattr(error, 'cause', None) or error)}"
+                folder, reason = GridFolder(job.folder), first_line(getattr(error, "cause", None) or error)
                 for item in job.items:
                     if not folder.place(item.kind, item.key).exists():
-                        folder.record_failure(item.name, reason, str(error))
+                        folder.record_failure(item.name, f"lost by Ray: {reason}", str(error))
                         yield Result(item, FAILED, reason)
 
     def close(self) -> None:
@@ -76,12 +68,10 @@ class RayRunner:
 _worker = cache(Worker)
 
 
-def _run_in_worker(
-    job: Job, registration: str | None, folder: str, environment: dict[str, str], include_path: str | None
+def _in_worker(
+    job: Job, registration: str | None, folder: str, environment: dict[str, str], included: str | None
 ) -> list[Result]:
     """Run a job in a Ray worker, with the current folder, environment and folder of tasks of the main process."""
-    import torch
-
     os.environ.update(environment)
     if Path(folder).is_dir():
         os.chdir(folder)
@@ -89,7 +79,6 @@ def _run_in_worker(
         raise InputError(f"this node does not see {job.folder}; name a folder that all nodes share")
     if registration:
         resolve_name(registration)()
-    threads = os.environ.get("OMP_NUM_THREADS", "")
-    torch.set_num_threads(int(threads) if threads.isdigit() else 1)
-    with including(include_path):
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or 1))
+    with including(included):
         return list(_worker().run(job))

@@ -128,6 +128,8 @@ def test_variants_differ_and_masks_shared_a_pass(whole: Path) -> None:
     assert passes["dense", "prune_tiny_words"] == 5 and passes["filter", "prune_tiny_words"] == 1
     computed = [json.loads(p.read_text())["ran"]["answers_computed"] for p in whole.glob("cells/*/cell.json")]
     assert sum(computed) == 12 * 4 + 6 * 12  # 4 questions; 4 with 4 choices: nothing twice
+    masks = [json.loads(path.read_text())["settings"]["heads"] for path in whole.glob("prepared/*/mask.json")]
+    assert [len(heads) for heads in masks] == [3, 3] and masks[0] != masks[1]  # 40% of 8 heads, made once
 
 
 # ---------------------------------------------------------------------- resumed, killed, shared
@@ -214,16 +216,6 @@ def test_a_failed_cell_is_recorded_and_tried_again_on_request(
     assert not list((tmp_path / "g" / "failed").iterdir())
 
 
-def test_a_preparation_is_made_once(tiny_folder: Path, whole: Path) -> None:
-    preparations = {path.name for path in (whole / "prepared").iterdir()}
-    cells = [json.loads(path.read_text()) for path in whole.glob("cells/*/cell.json")]
-    assert len(preparations) == 2 and {cell["prepared"] for cell in cells if cell["prepare"]} == preparations
-    masks = [
-        json.loads((whole / "prepared" / name / "mask.json").read_text())["settings"]["heads"] for name in preparations
-    ]
-    assert all(len(heads) == 3 for heads in masks) and masks[0] != masks[1]  # 40% of 8
-
-
 def test_cells_fail_with_their_preparation(tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from lmeval_prune.grid.random_heads import RandomHeads
 
@@ -233,19 +225,6 @@ def test_cells_fail_with_their_preparation(tiny_folder: Path, tmp_path: Path, mo
         summary = run(Grid.of(content), str(tmp_path / "g"))
     assert summary.new == 1 and len(summary.failed) == 2
     assert run(Grid.of(content), str(tmp_path / "g"), retry_failed=True).failed == []
-
-
-def test_a_preparation_depends_on_the_seed_and_on_versions(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def prepared(seed: int) -> str:
-        variants = {"random": {"seed": seed, "prepare": {"random_heads": {"share": 0.4}}}}
-        (cell,) = cells_of(
-            Grid.of(described(tiny_folder, variants=variants, tasks=["prune_tiny_choice"], baseline=None))
-        )
-        return cell.prepared
-
-    keys = [prepared(1), prepared(2)]
-    monkeypatch.setattr(cells_module, "versions", lambda served: {"lmeval-prune": "9"})
-    assert len({*keys, prepared(1)}) == 3
 
 
 VERSIONED: list[tuple[Any, str, dict[str, Any]]] = [
@@ -312,6 +291,7 @@ CHANGES_ANSWERS: list[dict[str, Any]] = [
     {"variants": {"v": {"heads": "L0H1", "add_bos_token": True}}},
     {"variants": {"v": {"prepare": {"random_heads": {"share": 0.4}}}}},
     {"variants": {"v": {"prepare": {"random_heads": {"share": 0.4, "seed": 1}}}}},
+    {"variants": {"v": {"seed": 5, "prepare": {"random_heads": {"share": 0.4}}}}},
     {"variants": {"v": {"prepare": {"random_heads": {"share": 0.5}}}}},
     {"variants": {"v": {"router": "random", "router_pool": "L0H1+dense"}}},
     {"variants": {"v": {"router": "random", "router_pool": "L0H1+dense", "router_seed": 1}}},

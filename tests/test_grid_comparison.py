@@ -266,31 +266,6 @@ def test_differences_are_those_of_the_questions(tmp_path: Path) -> None:
     assert row.difference_low < row.difference < row.difference_high
 
 
-def test_questions_that_differ_are_refused_with_how_many_match(tmp_path: Path) -> None:
-    rows = [question("t", i, 1.0) for i in range(1, 5)]
-    path = write_grid(tmp_path / "g", {"a": {"t": [1.0] * 4}, "b": {"t": rows}})
-    with pytest.raises(InputError):
-        compare(path)
-    path = write_grid(
-        tmp_path / "h", {"a": {"t": [1.0] * 4}, "b": {"t": [question("t", i, float(i == 2)) for i in (3, 2, 1, 0)]}}
-    )
-    assert compare(path).rows["b", "t"].worse == 3  # in another order they are the same
-
-
-def test_all_variants_are_compared_by_the_same_figure(tmp_path: Path) -> None:
-    """A question that one variant has no `strict` figure of does not move it to `flexible`."""
-
-    def rows(strict: list[float]) -> list[dict[str, Any]]:
-        own = [question("t", i, value) | {"filter": "strict"} for i, value in enumerate(strict)]
-        return [*own, *(question("t", i, 1.0) | {"filter": "flexible"} for i in range(len(strict)))]
-
-    values = {"dense": {"t": rows([0.0, 0.0])}, "x": {"t": rows([float("nan"), 0.0])}}
-    with pytest.raises(InputError):
-        compare(write_grid(tmp_path / "g", values))
-    comparison = compare(write_grid(tmp_path / "h", {**values, "x": {"t": rows([1.0, 0.0])}}))
-    assert comparison.rows["x", "t"].difference == 0.5 and comparison.tables["t"].columns == ["exact_match,strict"]
-
-
 def test_lower_may_be_better(tmp_path: Path) -> None:
     def rows(value: float) -> list[dict[str, Any]]:
         return [question("words", i, value + i % 3, metric="error") for i in range(20)]
@@ -305,23 +280,6 @@ def test_lower_may_be_better(tmp_path: Path) -> None:
     assert compare(write_grid(tmp_path / "h", only)).fronts["words"]["flops_per_token"] == [
         "dense"
     ]  # bad has more of both
-
-
-def test_a_question_that_two_tasks_ask_counts_once(tmp_path: Path) -> None:
-    """Greedy and pass@8 of the same questions are pooled by question, with the mean of both."""
-
-    def rows(task: str, right: Any) -> list[dict[str, Any]]:
-        return [question("asdiv", i, float(value)) | {"doc_hash": f"{task} {i}"} for i, value in enumerate(right)]
-
-    greedy, again = (RNG.random((2, 2, 100)) < 0.5).astype(float)
-    pairs = zip(("dense", "x"), greedy, again, strict=True)
-    values = {
-        name: {"asdiv": rows("asdiv", first), "asdiv_pass8": rows("pass", second)} for name, first, second in pairs
-    }
-    comparison = compare(write_grid(tmp_path / "g", values))
-    row, means = comparison.rows["x", POOLED], (greedy + again) / 2
-    assert (row.questions, row.test) == (100, "sign flips") and row.mean == pytest.approx(means[1].mean())
-    assert row.p == sign_flip_test((means[1] - means[0])[:, None], draws=10_000)[0]
 
 
 @pytest.mark.long

@@ -91,25 +91,25 @@ class Cell:
 
     def command(self, model_args: dict[str, Any]) -> str:
         """Return the `lm_eval` command that evaluates the cell; `model_args` is the result of the method."""
-        evaluation, template = self.evaluation, self.evaluation["apply_chat_template"]
+        evaluation = {name: value for name, value in self.evaluation.items() if name != "fewshot_as_multiturn"}
         options: dict[str, Any] = {
             "model": self.model,
-            "model_args": json.dumps(model_args),
+            "model_args": model_args,
+            **evaluation,
             "tasks": self.task.task,
             "include_path": included_folder(),
             "seed": self.variant.seed,
             "batch_size": self.batch_size,
             "device": self.device,
-            "limit": evaluation["limit"],
-            "num_fewshot": evaluation["num_fewshot"],
-            "gen_kwargs": json.dumps(evaluation["gen_kwargs"]) if evaluation["gen_kwargs"] else None,
-            "metadata": json.dumps(self.metadata) if self.metadata else None,
-            "system_instruction": evaluation["system_instruction"] or None,
-            "apply_chat_template": template if isinstance(template, str) and template else None,
+            "metadata": self.metadata,
         }
-        words = [word for name, value in options.items() if value is not None for word in (f"--{name}", str(value))]
-        flags = ["--apply_chat_template"] if template is True else []
-        return shlex.join(["lm_eval", *words, *flags, "--log_samples", "--output_path", "OUT"])
+        words = ["lm_eval"]
+        for name, value in options.items():
+            if value is True:
+                words.append(f"--{name}")
+            elif value is not None and value is not False and value not in ("", {}):
+                words += [f"--{name}", json.dumps(value) if isinstance(value, dict) else str(value)]
+        return shlex.join([*words, "--log_samples", "--output_path", "OUT"])
 
     def entry(self, model_args: dict[str, Any]) -> dict[str, Any]:
         """Return the cell's entry in `grid.json` and `cell.json`."""

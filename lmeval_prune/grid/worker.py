@@ -7,7 +7,7 @@ import logging
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
@@ -31,10 +31,11 @@ from lmeval_prune.models.arguments import Arguments
 from lmeval_prune.models.checkpoint import Checkpoint
 from lmeval_prune.models.pruned_server import PrunedServerLM
 from lmeval_prune.models.server_options import without_server
-from lmeval_prune.profiling.speed import peak_memory_of_process
 
 logger = logging.getLogger(__name__)
 DONE, FAILED, BUSY = "done", "failed", "busy"
+# lm-eval collects the environment for each results file, which takes seconds of CPU time: once per process is enough
+collect_env.get_pretty_env_info = cache(collect_env.get_pretty_env_info)
 
 
 @dataclass(frozen=True)
@@ -211,8 +212,7 @@ class Worker:
         if isinstance(lm, VariantLM):
             lm.job_masks = masks
         try:
-            with _environment_collected_once():
-                results = lm_eval.simple_evaluate(model=lm, **cell.evaluation_arguments(arguments.loading))
+            results = lm_eval.simple_evaluate(model=lm, **cell.evaluation_arguments(arguments.loading))
         except InputError:
             if not masks:
                 raise
@@ -225,9 +225,7 @@ class Worker:
             "seconds": time.perf_counter() - loaded,
             "answers_computed": len(store.responses) - stored_before if store else None,
             "variants_in_this_pass": len(masks) or 1,
-            "peak_rss_bytes_of_the_process": peak_memory_of_process(),
             "threads": torch.get_num_threads(),
-            "ended": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             "versions": {**versions(cell.variant.served), "torch": torch.__version__},
         }
         write_cell(self.folder, cell, lm, results, ran)
@@ -243,8 +241,7 @@ class Worker:
         loading = Arguments.of(origin.variant.model_args).loading
         lm = self._load(origin, _by_engine(loading))
         assert isinstance(lm, VariantLM)
-        with _environment_collected_once():
-            requests = record_requests(lm, **origin.evaluation_arguments(loading, documents))
+        requests = record_requests(lm, **origin.evaluation_arguments(loading, documents))
         variants, others = {}, {}
         for item in items:
             arguments = self._arguments(item.cell)
@@ -268,17 +265,3 @@ def _by_engine(model_args: dict[str, Any]) -> Arguments:
 
 def _computing(cell: Cell) -> dict[str, Any]:
     return {"batch_size": cell.batch_size, **({"device": cell.device} if cell.device else {})}
-
-
-_environment = cache(collect_env.get_pretty_env_info)
-
-
-@contextmanager
-def _environment_collected_once() -> Iterator[None]:
-    """Collect the environment of the results file once per process, not for each cell: it takes seconds of CPU time."""
-    collect = collect_env.get_pretty_env_info
-    collect_env.get_pretty_env_info = _environment
-    try:
-        yield
-    finally:
-        collect_env.get_pretty_env_info = collect

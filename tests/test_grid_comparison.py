@@ -295,6 +295,25 @@ def test_many_sign_flips_can_pass_holms_correction(tmp_path: Path) -> None:
     assert row.test == "sign flips" and row.p_holm < 0.05
 
 
+def test_a_group_is_compared_as_a_whole_and_by_its_tasks(tmp_path: Path) -> None:
+    """A cell has all tasks of a group; another cell has one of them under a name of its own."""
+    folder, entries = GridFolder(tmp_path), []
+    for variant, right in (("dense", 1.0), ("x", 0.0)):
+        parts = {task: [question(task, i, right * (i % 2)) for i in range(8)] for task in ("one", "two")}
+        for name, tasks in (("both", parts), ("alone", {"two": parts["two"][:5]})):
+            write_cell(folder, key_of(variant, name), tasks)
+            entry = {"key": key_of(variant, name), "variant": variant, "task": name, "metric": None, "costs": "c"}
+            entries.append(
+                {**entry, "selected_on": ["two"], "model_args": {}, "prepare": {}, "prepared": "", "command": ""}
+            )
+    folder.create("Groups", None, entries)
+    comparison = compare(tmp_path)
+    counts = {task: comparison.rows["x", task].worse for task in comparison.tasks}
+    assert counts == {"both::one": 4, "both::two": 4, "alone": 2, "both": 8, POOLED: 8}
+    assert [comparison.tables[task].is_part for task in counts] == [True, True, False, False, False]
+    assert comparison.rows["x", "both"].chosen_on == 8
+
+
 def test_cells_that_are_not_done_are_missing(tmp_path: Path) -> None:
     path = write_grid(tmp_path / "g", {"dense": {"t": [1.0]}, "x": {"t": [0.0]}})
     shutil.rmtree(path / "cells" / key_of("x", "t"))

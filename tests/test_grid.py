@@ -24,8 +24,8 @@ from lmeval_prune.grid import worker as worker_module
 from lmeval_prune.grid.cells import cells_of
 from lmeval_prune.grid.configuration import Grid
 from lmeval_prune.grid.folder import GridFolder
+from lmeval_prune.grid.preparations import RandomHeads
 from lmeval_prune.grid.prune import Prune
-from lmeval_prune.grid.random_heads import RandomHeads
 from lmeval_prune.grid.run import run
 from lmeval_prune.interventions import HeadMask
 from lmeval_prune.models import identity as identity_module
@@ -217,7 +217,7 @@ def test_a_failed_cell_is_recorded_and_tried_again_on_request(
 
 
 def test_cells_fail_with_their_preparation(tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from lmeval_prune.grid.random_heads import RandomHeads
+    from lmeval_prune.grid.preparations import RandomHeads
 
     content = described(tiny_folder, variants={"dense": {}, "random {seed}": RANDOM}, tasks=["prune_tiny_choice"])
     with monkeypatch.context() as patch:

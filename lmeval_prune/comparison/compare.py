@@ -159,13 +159,7 @@ def _align(task: str, evaluations: dict[str, Evaluation], allowed: Collection[Ki
     those of all runs are kept.
     """
     (baseline, base), notes = next(iter(evaluations.items())), []
-    for name, own in evaluations.items():
-        evaluation = evaluations[name] = own.numbered_as(base)
-        changed = sum(a.question != b.question for a, b in zip(evaluation.outcomes, own.outcomes, strict=True))
-        if changed:
-            notes.append(
-                f"{name} on {task}: {changed} questions have other numbers (doc_id); paired by their documents"
-            )
+    for name, evaluation in evaluations.items():
         differences = _differences(base, evaluation)
         if refused := [kind for kind in differences if kind not in allowed]:
             raise InputError(
@@ -252,7 +246,7 @@ def _table(task: str, runs: Mapping[str, Evaluation], metric: str | None) -> Tab
         choose(task, chosen.column, complete)
     values = np.column_stack([chosen.aggregation.factor * run.values[chosen.column] for run in runs.values()])
     weights = unless_equal(base.values[WEIGHT + chosen.column]) if chosen.aggregation.is_weighted else None
-    texts, numbers = zip(*((outcome.text_key, outcome.question.number) for outcome in base.outcomes), strict=True)
+    texts, numbers = zip(*((outcome.text_key, outcome.number) for outcome in base.outcomes), strict=True)
     return Table(list(runs), values, list(texts), (chosen,), numbers, weights=weights)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -24,15 +24,16 @@ from lmeval_prune.errors import InputError, first_few
 
 
 class Question(NamedTuple):
-    """What identifies a question of a task."""
+    """What identifies a question of a task: its document. lm-eval's number of it (doc_id) depends on `--samples`."""
 
-    number: int  # lm-eval's doc_id
-    hash: str  # of its document
+    hash: str
+    repeat: int  # number of earlier questions with the same document
 
 
 class Outcome(NamedTuple):
     """A question, and what a run answered to it."""
 
+    number: int  # lm-eval's doc_id
     question: Question
     text_key: str  # see `samples.question_keys`
     prompt: str  # digest
@@ -61,25 +62,6 @@ class Evaluation:
         rows = [position[question] for question in questions]
         own = {name: column[rows] for name, column in self.values.items()}
         return replace(self, outcomes=[self.outcomes[row] for row in rows], values=own)
-
-    def numbered_as(self, base: Evaluation) -> Evaluation:
-        """Return the evaluation with another's numbers: `--samples` out of order changes lm-eval's doc_id.
-
-        A document that a task has several times keeps its number if it has one in both.
-        """
-        same = {*base.questions} & {*self.questions}
-        if len(same) == len(self.outcomes):
-            return self
-        free: defaultdict[str, list[int]] = defaultdict(list)
-        for question in base.questions:
-            if question not in same:
-                free[question.hash].append(question.number)
-        outcomes = []
-        for outcome in self.outcomes:
-            if outcome.question not in same and (numbers := free[outcome.question.hash]):
-                outcome = outcome._replace(question=Question(numbers.pop(0), outcome.question.hash))
-            outcomes.append(outcome)
-        return replace(self, outcomes=outcomes)
 
 
 @dataclass(frozen=True)
@@ -152,7 +134,11 @@ def _read(file: ResultsFile, task: str, columns: Sequence[str], settings: Settin
             by_column[column][number] = value
         if number not in outcomes:
             outcomes[number] = _outcome(row, config, columns)
-    order = sorted(outcomes)
+    order, repeats = sorted(outcomes), Counter[str]()
+    for number in order:
+        document = outcomes[number].question.hash
+        outcomes[number] = outcomes[number]._replace(question=Question(document, repeats[document]))
+        repeats[document] += 1
     own = {column: np.array([known.get(n, np.nan) for n in order]) for column, known in by_column.items()}
     metrics = known_metrics(own, file.results, task, file.samples[task])
     return Evaluation([outcomes[number] for number in order], own, metrics, settings)
@@ -167,7 +153,8 @@ def _outcome(row: dict[str, Any], config: dict[str, Any], columns: Sequence[str]
     document = row["doc"] if isinstance(row["doc"], dict) else {}
     fields = [document.get(column) for column in columns]
     return Outcome(
-        Question(row["doc_id"], intern(row["doc_hash"])),
+        row["doc_id"],
+        Question(intern(row["doc_hash"]), 0),
         intern(text_key),
         prompt,
         shown,
@@ -179,7 +166,6 @@ def _outcome(row: dict[str, Any], config: dict[str, Any], columns: Sequence[str]
 def _mean(run: str, task: str, parts: list[Evaluation]) -> Evaluation:
     """Return the mean outcomes of each question over several repeats, and all of its answers."""
     first = parts[0]
-    parts = [part.numbered_as(first) for part in parts]
     if any(set(part.questions) != set(first.questions) for part in parts):
         raise InputError(f"{run} has {task} {len(parts)} times with different questions; name a results file")
     parts = [part.of(first.questions) for part in parts]

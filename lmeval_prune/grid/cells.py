@@ -134,87 +134,85 @@ def versions(served: bool) -> dict[str, Any]:
 
 
 def cells_of(grid: Grid) -> list[Cell]:
-    """Return all cells of a grid, after every check that needs no weights."""
+    """Return all cells of a grid, after every check that needs no weights; each model and each task is read once."""
     training_digest.cache_clear()  # of an earlier grid's tasks, whose files may have changed
-    planner = _Planner(grid)
-    cells = [cell for variant in grid.variants for cell in planner.cells(variant)]
-    by_key: dict[str, Cell] = {}
-    for cell in cells:
-        if (other := by_key.setdefault(cell.key, cell)) is not cell:
-            names = f"{other.variant.name!r} on {other.task.name} and {cell.variant.name!r} on {cell.task.name}"
-            raise InputError(f"two cells are the same: {names}; leave one out")
-    return cells
-
-
-class _Planner:
-    """Plans the cells of a grid; reads each model and each task once."""
-
-    def __init__(self, grid: Grid) -> None:
-        self.grid = grid
-        self.models: dict[str, tuple[Checkpoint, dict[str, Any]]] = {}
-        self.tasks: dict[tuple[str, str], TaskIdentity] = {}
-
-    def cells(self, variant: Variant) -> Iterator[Cell]:
-        """Yield a variant's cells."""
-        grid, chat = self.grid, bool(self.grid.apply_chat_template)
-        prepare = {name: with_chat_template(name, settings, chat) for name, settings in variant.prepare.items()}
-        variant = replace(variant, prepare=prepare)
+    models: dict[str, tuple[Checkpoint, dict[str, Any]]] = {}
+    tasks: dict[tuple[str, str], TaskIdentity] = {}
+    cells: dict[str, Cell] = {}
+    for variant in grid.variants:
         try:
-            arguments = Arguments.of(without_server(variant.model_args))
-            loading = arguments.loading
-            loading_key = digest({name: str(value) for name, value in loading.items()})
-            if loading_key not in self.models:
-                checkpoint = Checkpoint(loading)
-                self.models[loading_key] = checkpoint, ModelIdentity.of_checkpoint(checkpoint).to_json()
-            checkpoint, model = self.models[loading_key]
-            engine = _engine(variant, arguments, checkpoint)
-            computation = _computation(variant, arguments, checkpoint, engine, grid.batch_size)
-            identity = _variant_identity(variant, arguments, checkpoint, model)
-            template = checkpoint.chat_template(grid.apply_chat_template)
+            own = list(_cells(grid, variant, models, tasks))
         except InputError as error:
             raise InputError(f"variant {variant.name!r}: {error}") from None
-        model_name = (
-            f"{Path(str(arguments.pretrained)).name}-{digest([model, computation] if computation else model)[:8]}"
+        for cell in own:
+            if (other := cells.setdefault(cell.key, cell)) is not cell:
+                names = f"{other.variant.name!r} on {other.task.name} and {cell.variant.name!r} on {cell.task.name}"
+                raise InputError(f"two cells are the same: {names}; leave one out")
+    return list(cells.values())
+
+
+def _cells(
+    grid: Grid,
+    variant: Variant,
+    models: dict[str, tuple[Checkpoint, dict[str, Any]]],
+    tasks: dict[tuple[str, str], TaskIdentity],
+) -> Iterator[Cell]:
+    """Yield a variant's cells; `models` and `tasks` are those that are known, by the arguments that load the model."""
+    chat = bool(grid.apply_chat_template)
+    prepare = {name: with_chat_template(name, settings, chat) for name, settings in variant.prepare.items()}
+    variant = replace(variant, prepare=prepare)
+    arguments = Arguments.of(without_server(variant.model_args))
+    loading = arguments.loading
+    loading_key = digest({name: str(value) for name, value in loading.items()})
+    if loading_key not in models:
+        checkpoint = Checkpoint(loading)
+        models[loading_key] = checkpoint, ModelIdentity.of_checkpoint(checkpoint).to_json()
+    checkpoint, model = models[loading_key]
+    engine = _engine(variant, arguments, checkpoint)
+    computation = _computation(variant, arguments, checkpoint, engine, grid.batch_size)
+    identity = _variant_identity(variant, arguments, checkpoint, model)
+    template = checkpoint.chat_template(grid.apply_chat_template)
+    model_digest = digest([model, computation] if computation else model)
+    answers = f"{Path(str(arguments.pretrained)).name}-{model_digest[:8]}"
+    for grid_task in grid.tasks:
+        if (loading_key, grid_task.name) not in tasks:
+            tasks[loading_key, grid_task.name] = identify(task_manager({**loading, **grid.metadata}), grid_task)
+        task = tasks[loading_key, grid_task.name]
+        random: dict[str, Any] = {"seed": variant.seed} if task.draws else {}
+        random |= {"engine": engine} if task.samples else {}  # engines draw different random numbers
+        prompts = {"system": grid.system_instruction or "", "multiturn": chat}
+        cell_identity = {
+            **identity,
+            **computation,
+            "task": {"tasks": task.content, **prompts},
+            "template": template,
+            "drawn": random,
+            "versions": versions(variant.served),
+        }
+        limit = grid_task.limit
+        yield Cell(
+            key=digest(cell_identity),
+            costs=digest({**identity, **computation} if variant.served else identity),  # a server's are unknown
+            variant=variant,
+            task=grid_task,
+            evaluation={
+                "tasks": [grid_task.task],
+                "limit": limit if limit is None or limit < 1 else int(limit),
+                "num_fewshot": grid_task.num_fewshot,
+                "gen_kwargs": dict(grid_task.gen_kwargs),
+                "system_instruction": grid.system_instruction,
+                "apply_chat_template": grid.apply_chat_template,
+                "fewshot_as_multiturn": chat,  # the default of lm-eval's command
+            },
+            metadata=dict(grid.metadata),
+            identity=cell_identity,
+            prepared=identity["preparation"].get("key", ""),
+            answers="/".join(re.sub(r"[^\w.-]", "_", part) for part in (answers, grid_task.name)),
+            batch_size=grid.batch_size,
+            device=grid.device,
+            engine=engine,
+            measurable=not (variant.served or arguments.router or checkpoint.config.is_encoder_decoder),
         )
-        for grid_task in grid.tasks:
-            if (task_key := (loading_key, grid_task.name)) not in self.tasks:
-                self.tasks[task_key] = identify(task_manager({**loading, **grid.metadata}), grid_task)
-            task = self.tasks[task_key]
-            random: dict[str, Any] = {"seed": variant.seed} if task.draws else {}
-            random |= {"engine": engine} if task.samples else {}  # engines draw different random numbers
-            prompts = {"system": grid.system_instruction or "", "multiturn": chat}
-            cell_identity = {
-                **identity,
-                **computation,
-                "task": {"tasks": task.content, **prompts},
-                "template": template,
-                "drawn": random,
-                "versions": versions(variant.served),
-            }
-            limit = grid_task.limit
-            yield Cell(
-                key=digest(cell_identity),
-                costs=digest({**identity, **computation} if variant.served else identity),  # a server's are unknown
-                variant=variant,
-                task=grid_task,
-                evaluation={
-                    "tasks": [grid_task.task],
-                    "limit": limit if limit is None or limit < 1 else int(limit),
-                    "num_fewshot": grid_task.num_fewshot,
-                    "gen_kwargs": dict(grid_task.gen_kwargs),
-                    "system_instruction": grid.system_instruction,
-                    "apply_chat_template": grid.apply_chat_template,
-                    "fewshot_as_multiturn": chat,  # the default of lm-eval's command
-                },
-                metadata=dict(grid.metadata),
-                identity=cell_identity,
-                prepared=identity["preparation"].get("key", ""),
-                answers="/".join(re.sub(r"[^\w.-]", "_", part) for part in (model_name, grid_task.name)),
-                batch_size=grid.batch_size,
-                device=grid.device,
-                engine=engine,
-                measurable=not (variant.served or arguments.router or checkpoint.config.is_encoder_decoder),
-            )
 
 
 def _variant_identity(

@@ -44,8 +44,7 @@ from lmeval_prune.checkpoints import pruned
 from lmeval_prune.checkpoints.loading import load_pretrained
 from lmeval_prune.cli import COMMANDS, main
 from lmeval_prune.config import Parser
-from lmeval_prune.grid.folder import samples_file
-from lmeval_prune.grid.report import write_lm_eval
+from lmeval_prune.grid.comparison import compare as compare_grid
 from lmeval_prune.interventions import load_intervention
 from lmeval_prune.interventions import plan as plan_module
 from lmeval_prune.interventions.plan import Plan
@@ -356,7 +355,7 @@ def test_a_name_stays_in_its_folder(tmp_path_factory: pytest.TempPathFactory, na
     assert (folder / text).parent == folder and (folder / text).resolve() == folder.resolve() / text
     assert 0 < len(text.encode()) <= 200 and text[0] != "." and text.isprintable()
     assert (text == file_name(other)) == (name == other)
-    path = samples_file(folder, name)
+    path = folder / text
     path.touch()
     path.unlink()
 
@@ -372,15 +371,9 @@ def test_an_ordinary_name_is_kept(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["..", "/etc/x", "a/b", "x" * 300])
 def test_variants_and_tasks_stay_in_their_folders(name: str, tmp_path: Path) -> None:
-    """In a grid's folder and in lm-eval's layout of results, which is made from it."""
     folder = write_grid(tmp_path / "in" / "grid", {name: {name: [1, 0]}, "b": {name: [0, 1]}})
-    outside = {path for path in tmp_path.rglob("*") if folder not in path.parents}
-    write_lm_eval(str(folder), str(tmp_path / "lm" / "eval" / "out"))
-    new = {path for path in tmp_path.rglob("*") if folder not in path.parents} - outside
-    out = tmp_path / "lm" / "eval" / "out"
-    assert len(list(out.glob("*/results_*.json"))) == 2 == len(list(out.glob("*/samples_*.jsonl")))
-    assert new == {out.parent.parent, out.parent, out, *out.rglob("*")}
-    assert outside == {folder.parent, folder}
+    assert {path for path in tmp_path.rglob("*") if folder not in path.parents} == {folder.parent, folder}
+    assert compare_grid(folder, name).rows["b", name].questions == 2
 
 
 # --------------------------------------------------------------------------- damaged artefacts

@@ -110,7 +110,7 @@ def test_the_likeliest_choice_and_the_divergence_are_those_of_the_choices(tmp_pa
     comparison = compare(paths)
     assert comparison.rows["b", "t"].same_answers == pytest.approx(np.mean(same)) and 0 < np.mean(same) < 1
     assert comparison.rows["b", "t"].choice_kld == pytest.approx(np.mean(divergences))
-    shown = {answer["answer"] for answer in comparison.answers("a", "t").values()}
+    shown = {answer.answer for answer in comparison.answers("a", "t")}
     assert len(shown) > 1 and not any(answer.startswith("Example") for answer in shown)
     if row is several_inputs:
         assert all(answer.startswith(("Ann won", "Anna won", "Ann because", "Anna because")) for answer in shown)

@@ -14,14 +14,12 @@ import pytest
 from scipy import stats
 
 from lmeval_prune import InputError
-from lmeval_prune.artefacts import digest, write_artefact, write_text
+from lmeval_prune.artefacts import digest, file_name, new_folder, write_artefact
 from lmeval_prune.cli import main
 from lmeval_prune.comparison.costs import pareto_fronts
 from lmeval_prune.comparison.tables import POOLED
 from lmeval_prune.grid.comparison import compare
-from lmeval_prune.grid.folder import CELL, VERSION, GridFolder, samples_file
-from lmeval_prune.grid.outcomes import write_tables
-from lmeval_prune.grid.report import write_lm_eval
+from lmeval_prune.grid.folder import CELL, VERSION, GridFolder
 from lmeval_prune.reporting.statistics import (
     detectable,
     difference_interval,
@@ -46,13 +44,6 @@ def test_mcnemar_by_brute_force() -> None:
         assert mcnemar_test(np.array([better]), np.array([worse]))[0] == pytest.approx(np.mean(ways))
 
 
-def test_sign_flips_by_brute_force() -> None:
-    differences = np.array([[0.3, -0.1, 0.2, 0.5, -0.4, 0.1], [1, 1, 0, 0, 1, -1]], dtype=float).T
-    signs = np.array(list(itertools.product((-1, 1), repeat=6)))
-    literal = (np.abs(signs @ differences) >= np.abs(differences.sum(0)) - 1e-12).mean(0)
-    np.testing.assert_allclose(sign_flip_test(differences), literal, atol=1e-12)
-
-
 def test_holm_by_its_definition() -> None:
     for _ in range(20):
         ps = RNG.random(7) ** 2
@@ -61,6 +52,7 @@ def test_holm_by_its_definition() -> None:
         for rank, i in enumerate(order):
             literal[i] = min(1.0, max((7 - j) * ps[order[j]] for j in range(rank + 1)))
         np.testing.assert_allclose(holm(ps.tolist()), literal)
+        np.testing.assert_allclose(holm([np.nan, *ps]), [np.nan, *literal])
 
 
 def test_an_interval_of_figures_is_students_where_they_are_not_skewed() -> None:
@@ -122,17 +114,6 @@ def test_an_interval_and_its_test_do_not_contradict_each_other() -> None:
         skewed = there * (RNG.lognormal(size=(n, 600)) * RNG.choice((1, -1), p=(0.8, 0.2), size=(n, 600)))
         for differences, unit in ((eighths, 1.0), (skewed, np.inf)):
             check(differences, sign_flip_test(differences, draws=1999), unit)
-
-
-def test_a_null_experiment_rejects_at_the_nominal_rate() -> None:
-    """Two copies of one model whose outcomes are shuffled within a question: 5% of tests say that they differ."""
-    rng = np.random.default_rng(3)
-    first, second = (rng.random((300, 4000)) < 0.4 for _ in range(2))
-    better, worse = (first & ~second).sum(0), (second & ~first).sum(0)
-    rate = (mcnemar_test(better, worse) < 0.05).mean()
-    assert 0.03 < rate <= 0.055  # an exact test of whole numbers keeps below its level
-    graded = rng.normal(size=(200, 1500)) * rng.choice((-1, 1), size=(200, 1500))
-    assert (sign_flip_test(graded, draws=999) < 0.05).mean() == pytest.approx(0.05, abs=0.015)
 
 
 @pytest.mark.parametrize("level", [0.05, 0.05 / 12])
@@ -203,12 +184,6 @@ def test_pareto_by_brute_force() -> None:
         assert front.tolist() == [bool(known[i] and not is_beaten(i)) for i in range(25)]
 
 
-def test_points_that_cannot_be_told_apart_share_the_front() -> None:
-    costs = np.array([[2, 3], [2.9, 4], [9, 10]])
-    assert pareto(costs, np.array([0.5, 0.5, 0.4])).tolist() == [True, True, False]
-    assert pareto(costs, np.array([0.5, 0.4, 0.6])).tolist() == [True, True, True]
-
-
 # ---------------------------------------------------------------------- grids made by hand
 
 
@@ -228,37 +203,43 @@ def question(task: str, number: int, value: float, text: str = "", metric: str =
     }
 
 
-def write_grid(path: Path, values: dict[str, dict[str, Any]], baseline: str | None = None, **entries: Any) -> Path:
-    """A grid's folder with these outcomes, by variant and task."""
+def write_cell(
+    folder: GridFolder, key: str, tasks: dict[str, list[dict[str, Any]]], selected_questions: tuple[str, ...] = ()
+) -> None:
+    """A cell's folder with these rows of samples by task."""
+    with new_folder(folder.place("evaluate", key)) as cell:
+        higher = {task: {"error": False, "exact_match": True} for task in tasks}
+        results = {"results": {task: {"alias": task} for task in tasks}, "configs": {task: {} for task in tasks}}
+        name = folder.results(key).name
+        (cell / name).write_text(json.dumps({**results, "higher_is_better": higher}))
+        for task, rows in tasks.items():
+            samples = name.replace("results_", f"samples_{file_name(task)}_").replace(".json", ".jsonl")
+            (cell / samples).write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_artefact(cell / "cell.json", CELL, VERSION, {"selected_questions": list(selected_questions)})
+
+
+def key_of(variant: str, task: str) -> str:
+    return digest([variant, task])
+
+
+def write_grid(
+    path: Path,
+    values: dict[str, dict[str, Any]],
+    baseline: str | None = None,
+    questions: dict[str, tuple[str, ...]] | None = None,
+    **entries: Any,
+) -> Path:
+    """A grid's folder with these outcomes, by variant and task; `questions` are those that a variant was selected on."""
     folder, cells = GridFolder(path), []
-    folder.create("By hand", baseline, [])
     for variant, tasks in values.items():
         for task, own in tasks.items():
-            key = f"{variant}-{task}".replace(" ", "_")
+            key = key_of(variant, task)
             rows = own if isinstance(own, list) and own and isinstance(own[0], dict) else None
             rows = rows or [question(task, i, float(value)) for i, value in enumerate(own)]
-            with folder.new_cell(key) as cell:
-                write_tables(cell, {task: rows}, {})
-                higher = {task: {"error": False, "exact_match": True}}
-                results = {"results": {task: {"alias": task}}, "configs": {task: {}}, "higher_is_better": higher}
-                write_text(cell / "results.json", json.dumps(results))
-                write_text(
-                    samples_file(cell, task),
-                    "".join(
-                        json.dumps({**row, "prompt_hash": "p", "target_hash": "t", "filtered_resps": row["resps"]})
-                        + "\n"
-                        for row in rows
-                    ),
-                )
-                about = entries.get(variant, {}).get("about", {})
-                write_artefact(cell / "cell.json", CELL, VERSION, about)
-            entry = {"key": key, "variant": variant, "task": task, "metric": None, "selected_on": []}
-            entry |= {
-                "model_args": {"pretrained": "m"},
-                "prepare": {},
-                "costs": variant,
-                "command": f"lm_eval --x {key}",
-            }
+            write_cell(folder, key, {task: rows}, (questions or {}).get(variant, ()))
+            entry = {"key": key, "variant": variant, "task": task, "metric": None, "selected_on": [], "prepared": ""}
+            entry |= {"model_args": {"pretrained": "m"}, "prepare": {}, "costs": variant}
+            entry |= {"command": f"lm_eval --x {variant}-{task}"}
             cells.append({**entry, **entries.get(variant, {})})
         cost = {"parameters": 100, "flops_per_token": float(200 - len(variant)), "device": "cpu", "threads": 1}
         folder.write_costs(variant, cost)
@@ -285,31 +266,6 @@ def test_differences_are_those_of_the_questions(tmp_path: Path) -> None:
     assert row.difference_low < row.difference < row.difference_high
 
 
-def test_questions_that_differ_are_refused_with_how_many_match(tmp_path: Path) -> None:
-    rows = [question("t", i, 1.0) for i in range(1, 5)]
-    path = write_grid(tmp_path / "g", {"a": {"t": [1.0] * 4}, "b": {"t": rows}})
-    with pytest.raises(InputError):
-        compare(path)
-    path = write_grid(
-        tmp_path / "h", {"a": {"t": [1.0] * 4}, "b": {"t": [question("t", i, float(i == 2)) for i in (3, 2, 1, 0)]}}
-    )
-    assert compare(path).rows["b", "t"].worse == 3  # in another order they are the same
-
-
-def test_all_variants_are_compared_by_the_same_figure(tmp_path: Path) -> None:
-    """A question that one variant has no `strict` figure of does not move it to `flexible`."""
-
-    def rows(strict: list[float]) -> list[dict[str, Any]]:
-        own = [question("t", i, value) | {"filter": "strict"} for i, value in enumerate(strict)]
-        return [*own, *(question("t", i, 1.0) | {"filter": "flexible"} for i in range(len(strict)))]
-
-    values = {"dense": {"t": rows([0.0, 0.0])}, "x": {"t": rows([float("nan"), 0.0])}}
-    with pytest.raises(InputError):
-        compare(write_grid(tmp_path / "g", values))
-    comparison = compare(write_grid(tmp_path / "h", {**values, "x": {"t": rows([1.0, 0.0])}}))
-    assert comparison.rows["x", "t"].difference == 0.5 and comparison.tables["t"].columns == ["exact_match,strict"]
-
-
 def test_lower_may_be_better(tmp_path: Path) -> None:
     def rows(value: float) -> list[dict[str, Any]]:
         return [question("words", i, value + i % 3, metric="error") for i in range(20)]
@@ -326,23 +282,6 @@ def test_lower_may_be_better(tmp_path: Path) -> None:
     ]  # bad has more of both
 
 
-def test_a_question_that_two_tasks_ask_counts_once(tmp_path: Path) -> None:
-    """Greedy and pass@8 of the same questions are pooled by question, with the mean of both."""
-
-    def rows(task: str, right: Any) -> list[dict[str, Any]]:
-        return [question("asdiv", i, float(value)) | {"doc_hash": f"{task} {i}"} for i, value in enumerate(right)]
-
-    greedy, again = (RNG.random((2, 2, 100)) < 0.5).astype(float)
-    pairs = zip(("dense", "x"), greedy, again, strict=True)
-    values = {
-        name: {"asdiv": rows("asdiv", first), "asdiv_pass8": rows("pass", second)} for name, first, second in pairs
-    }
-    comparison = compare(write_grid(tmp_path / "g", values))
-    row, means = comparison.rows["x", POOLED], (greedy + again) / 2
-    assert (row.questions, row.test) == (100, "sign flips") and row.mean == pytest.approx(means[1].mean())
-    assert row.p == sign_flip_test((means[1] - means[0])[:, None], draws=10_000)[0]
-
-
 @pytest.mark.long
 def test_many_sign_flips_can_pass_holms_correction(tmp_path: Path) -> None:
     """As many flips are drawn as the tests of the table need: a sure difference stays one among 600 variants."""
@@ -356,25 +295,39 @@ def test_many_sign_flips_can_pass_holms_correction(tmp_path: Path) -> None:
     assert row.test == "sign flips" and row.p_holm < 0.05
 
 
+def test_a_group_is_compared_as_a_whole_and_by_its_tasks(tmp_path: Path) -> None:
+    """A cell has all tasks of a group; another cell has one of them under a name of its own."""
+    folder, entries = GridFolder(tmp_path), []
+    for variant, right in (("dense", 1.0), ("x", 0.0)):
+        parts = {task: [question(task, i, right * (i % 2)) for i in range(8)] for task in ("one", "two")}
+        for name, tasks in (("both", parts), ("alone", {"two": parts["two"][:5]})):
+            write_cell(folder, key_of(variant, name), tasks)
+            entry = {"key": key_of(variant, name), "variant": variant, "task": name, "metric": None, "costs": "c"}
+            entries.append(
+                {**entry, "selected_on": ["two"], "model_args": {}, "prepare": {}, "prepared": "", "command": ""}
+            )
+    folder.create("Groups", None, entries)
+    comparison = compare(tmp_path)
+    counts = {task: comparison.rows["x", task].worse for task in comparison.tasks}
+    assert counts == {"both::one": 4, "both::two": 4, "alone": 2, "both": 8, POOLED: 8}
+    assert [comparison.tables[task].is_part for task in counts] == [True, True, False, False, False]
+    assert comparison.rows["x", "both"].chosen_on == 8
+
+
 def test_cells_that_are_not_done_are_missing(tmp_path: Path) -> None:
     path = write_grid(tmp_path / "g", {"dense": {"t": [1.0]}, "x": {"t": [0.0]}})
-    shutil.rmtree(path / "cells" / "x-t")
+    shutil.rmtree(path / "cells" / key_of("x", "t"))
     comparison = compare(path)
     assert [cell[:2] for cell in comparison.missing] == [("x", "t")] and ("x", "t") not in comparison.rows
-    shutil.rmtree(path / "cells" / "dense-t")
+    shutil.rmtree(path / "cells" / key_of("dense", "t"))
     with pytest.raises(InputError):
         compare(path)
 
 
 def test_what_was_chosen_on_these_questions_is_marked(tmp_path: Path) -> None:
-    router = tmp_path / "router"
-    router.mkdir()
-    seen = [digest(f"t question {i}?") for i in (0, 2, 9)]
-    (router / "router.json").write_text(json.dumps({"schema": "lmeval-prune/router", "seen": seen}))
+    seen = tuple(digest(f"t question {i}?") for i in (0, 2, 9))
     values = {name: {"t": [1.0, 0.0, 1.0]} for name in ("dense", "best", "routed")}
-    path = write_grid(
-        tmp_path / "g", values, best={"selected_on": ["t"]}, routed={"model_args": {"router": str(router)}}
-    )
+    path = write_grid(tmp_path / "g", values, questions={"routed": seen}, best={"selected_on": ["t"]})
     rows = compare(path).rows
     assert [rows[name, "t"].chosen_on for name in values] == [0, 3, 2]
     assert main(["grid", "compare", str(path)]) == 0
@@ -405,30 +358,16 @@ def test_a_speed_is_better_only_beyond_what_its_runs_differ_by() -> None:
 def test_everything_is_written(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     values = {n: {"t": (RNG.random(40) < p).astype(float).tolist()} for n, p in (("dense", 0.5), ("x|y", 0.9))}
     path = write_grid(tmp_path / "g", values, "dense")
-    assert main(["grid", "compare", str(path), "--output", str(tmp_path / "o"), "--lm_eval", str(tmp_path / "l")]) == 0
+    assert main(["grid", "compare", str(path), "--output", str(tmp_path / "o")]) == 0
     output = capsys.readouterr().out
     assert re.search(r"x\\\|y +\| +40 \|", output) and "p Holm" in output  # the table
-    names = {"table.csv", "comparison.json", "report.md", "page.html", "pareto.png", "pareto.svg"}
+    names = {"table.csv", "comparison.json", "report.md", "page.html"}
     assert {file.name for file in (tmp_path / "o").iterdir()} == names
-    assert {str(tmp_path / "o" / name) for name in names} | {str(tmp_path / "l")} <= set(output.splitlines())
-    (results,) = (tmp_path / "l" / "dense").glob("results_*.json")
-    assert "task_hashes" in json.loads(results.read_text())
-    (samples,) = (tmp_path / "l" / "dense").glob("samples_t_*.jsonl")
-    assert len(samples.read_text().splitlines()) == 40
-    written = [str(tmp_path / "l" / name) for name in ("dense", "x__y")]  # is compared alike by `compare`
-    assert main(["compare", *written, "--output", str(tmp_path / "r")]) == 0
+    assert {str(tmp_path / "o" / name) for name in names} <= set(output.splitlines())
+    cells = [f"{name}={path / 'cells' / key_of(name, 't')}" for name in ("dense", "x|y")]  # as `compare` reads them
+    assert main(["compare", *cells, "--output", str(tmp_path / "r")]) == 0
     first, second = (json.loads((tmp_path / name / "comparison.json").read_text())["rows"][-1] for name in "or")
     names = ("mean", "low", "difference", "difference_high", "p", "p_holm", "detectable")
     assert [first[name] for name in names] == [second[name] for name in names]
     page = (tmp_path / "o" / "page.html").read_text()
     assert "http://" not in page.replace("http://www.w3.org/2000/svg", "") and "https://" not in page
-
-
-def test_variants_that_lm_eval_would_call_the_same_get_a_folder_each(tmp_path: Path) -> None:
-    values = {name: {"t": [value]} for name, value in (("a:b", 1.0), ("a|b", 0.0), ("A:b", 0.0))}
-    write_lm_eval(str(write_grid(tmp_path / "g", values)), str(tmp_path / "l"))
-    results = {
-        folder.name: json.loads(next(folder.glob("results_*.json")).read_text())
-        for folder in (tmp_path / "l").iterdir()
-    }
-    assert {result["model_name"] for result in results.values()} == set(values) and "a__b" in results

@@ -13,8 +13,8 @@ import pytest
 
 from lmeval_prune import InputError
 from lmeval_prune.grid.configuration import Grid
+from lmeval_prune.grid.ray_runner import RayRunner
 from lmeval_prune.grid.run import run
-from lmeval_prune.grid.runners import RayRunner
 from tests.conftest import ROOT
 from tests.test_grid import described, outcomes
 

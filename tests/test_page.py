@@ -13,11 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lmeval_prune.artefacts import write_text
 from lmeval_prune.cli import main
 from lmeval_prune.grid.folder import GridFolder
-from lmeval_prune.grid.outcomes import write_tables
-from tests.test_grid_comparison import question, write_grid
+from tests.test_grid_comparison import question, write_cell, write_grid
 
 RNG = np.random.default_rng(0)
 Open = Callable[..., Any]
@@ -80,14 +78,12 @@ def test_names_and_texts_of_others_are_only_shown(
         for name, value in ((base, 0.0), (HOSTILE, 1.0), (link, 1.0), ("\x1b[31mred", 0.0))
     }
     path, folder = tmp_path / "g", GridFolder(tmp_path / "g")
-    folder.create(HOSTILE, base, [])
     cells = []
     for number, (name, own) in enumerate(rows.items()):
-        with folder.new_cell(f"c{number}") as cell:
-            write_tables(cell, {task: own}, {})
-            write_text(cell / "results.json", '{"results": {}}')
+        write_cell(folder, f"c{number}", {task: own})
         entry = {"key": f"c{number}", "variant": name, "task": task, "metric": None, "selected_on": [HOSTILE]}
-        entry |= {"model_args": {"heads": "L0H0"}, "prepare": {}, "costs": f"m{number}", "command": HOSTILE}
+        entry |= {"model_args": {"heads": "L0H0"}, "prepare": {}, "prepared": ""}
+        entry |= {"costs": f"m{number}", "command": HOSTILE}
         cells.append(entry)
         cost = {"parameters": 100, "flops_per_token": 9.0 - number, "device": HOSTILE, "threads": 1}
         folder.write_costs(f"m{number}", cost)

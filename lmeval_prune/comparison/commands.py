@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
 
 from lmeval_prune.config import command
+
+if TYPE_CHECKING:
+    from lmeval_prune.comparison.rows import Comparison
 
 
 @command("runs")
@@ -33,15 +38,19 @@ def compare(
         without_texts: tasks whose questions and answers are left out of the page
         seed: seed of the tests
     """
-    from pathlib import Path
-
     from lmeval_prune.comparison.compare import compare as compare_runs
-    from lmeval_prune.comparison.report import summary_table, write
-    from lmeval_prune.reporting.documents import printable
 
     comparison = compare_runs(runs, baseline, tasks, metric, by, allow_different, seed)
-    _, notes, paths = write(comparison, Path(output), without_texts)
-    print(summary_table(comparison))
+    return write_report(comparison, Path(output), without_texts)
+
+
+def write_report(comparison: Comparison, target: Path, without_texts: Sequence[str]) -> int:
+    """Write the report of a comparison to a folder, and print its main table, the notes and the paths."""
+    from lmeval_prune.comparison.report import summary_table, task_table, write
+    from lmeval_prune.reporting.documents import printable
+
+    notes, paths = write(comparison, target, without_texts)
+    print(summary_table(comparison) if comparison.about else task_table(comparison, comparison.tasks[-1]))
     for note in notes:
         print(f"note: {printable(note)}")
     print(*paths, sep="\n")

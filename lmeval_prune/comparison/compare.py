@@ -4,22 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, Literal
 
 import numpy as np
-import pandas as pd
 
 from lmeval_prune.comparison.distances import distances
-from lmeval_prune.comparison.metrics import Metric, columns_of
+from lmeval_prune.comparison.metrics import choose, columns_of, metric_name
 from lmeval_prune.comparison.rows import Comparison, rows_of
-from lmeval_prune.comparison.runs import DOCUMENT, Evaluation, Run, find_runs, numbered_as
+from lmeval_prune.comparison.runs import Evaluation, Run, find_runs
+from lmeval_prune.comparison.samples import WEIGHT
 from lmeval_prune.comparison.settings import different
-from lmeval_prune.comparison.tables import Table, can_be_averaged, merged, pooled, questions_of, read_table
+from lmeval_prune.comparison.tables import Table, can_be_averaged, merged, pooled, unless_equal
 from lmeval_prune.errors import InputError, did_you_mean, first_few
 
 Kind = Literal["questions", "prompts", "settings"]
-ADVICE = "name a metric with --metric, or leave the task out with --tasks"
+Evaluations = dict[str, dict[str, Evaluation]]  # by task and run; all runs of a task have the same questions
 
 
 def compare(
@@ -49,26 +48,60 @@ def compare(
         baseline = list(runs)[list(words).index(baseline)]
     if baseline is not None and baseline not in runs:
         raise InputError(f"there is no run {baseline!r} for the baseline; the runs are {first_few(runs)}")
-    base = runs[baseline or next(iter(runs))]
-    runs = {base.name: base, **runs}
-    evaluations, notes = _evaluations(runs, base, tasks, by, allow_different)
-    tables, table_notes = _tables(evaluations, base, list(runs), metric, by)
+    base = runs.pop(baseline or next(iter(runs)))
+    comparison = compare_runs([base, *runs.values()], tasks, metric, by, allow_different, seed)
+    about = {run.name: run.about() for run in (base, *runs.values())}
+    return replace(comparison, title=f"{first_few(runs, most=3)} against {base.name}", about=about)
+
+
+def compare_runs(
+    runs: Sequence[Run],
+    tasks: Sequence[str] = (),
+    metric: str | Mapping[str, str] | None = None,
+    by: Sequence[str] = (),
+    allow_different: Collection[Kind] = (),
+    seed: int = 0,
+    measured: Mapping[tuple[str, str], Mapping[str, Any]] | None = None,
+) -> Comparison:
+    """Compare runs with the first of them; see `compare`.
+
+    Args:
+        runs: the baseline and the runs that are compared with it.
+        tasks, by, allow_different, seed: as for `compare`.
+        metric: as for `compare`; or by task, and each has to have its own.
+        measured: fields of rows by run and task; None: the distances of the answers.
+    """
+    base, *others = runs
+    names = [run.name for run in runs]
+    shared, notes = _tasks(tasks, base, others)
+    evaluations: Evaluations = {}
+    for task in shared:
+        by_run = {run.name: run.read(task, by) for run in runs if task in run.tasks}
+        if _shared_metrics(by_run):
+            evaluations[task] = by_run
+    if without := [task for task in shared if task not in evaluations]:
+        notes.append(f"{first_few(without)} left out: lm-eval computes no metric of it by a mean over questions")
+    if not evaluations:
+        raise InputError(f"no task can be compared; {notes[-1]}")
+    for task, by_run in evaluations.items():
+        notes += _align(task, by_run, allow_different)
+    tables, table_notes = _tables(evaluations, base, names, metric, by)
     rows = rows_of(tables, base.name, seed)
     for (name, task), row in rows.items():
-        if task in evaluations:
-            answers = None if name == base.name else _answers(evaluations, name, task)
-            measured = distances(_answers(evaluations, base.name, task), answers)
-            rows[name, task] = replace(row, **measured)  # type: ignore[arg-type]
+        if measured is not None:
+            rows[name, task] = replace(row, **measured.get((name, task), {}))
+        elif task in evaluations:
+            first, own = ([o.responses for o in evaluations[task][run].outcomes] for run in (base.name, name))
+            rows[name, task] = replace(row, **distances(first, None if name == base.name else own))  # type: ignore[arg-type]
     return Comparison(
-        title=f"{first_few(list(runs)[1:], most=3)} against {base.name}",
+        title="",
         baseline=base.name,
-        variants=list(runs),
+        variants=names,
         tables=tables,
         rows=rows,
-        answers=partial(_answers, evaluations),
-        about={name: run.about() for name, run in runs.items()},
+        answers=lambda name, task: [outcome.answer for outcome in evaluations[task][name].outcomes],
         missing=[
-            (name, task, "not evaluated") for task, by_run in evaluations.items() for name in runs if name not in by_run
+            (name, task, "not evaluated") for task, own in evaluations.items() for name in names if name not in own
         ],
         notes=list(dict.fromkeys([*notes, *table_notes])),
     )
@@ -91,7 +124,7 @@ def _tasks(names: Sequence[str], base: Run, others: Sequence[Run]) -> tuple[list
             )
         if extra := [task for task in run.tasks if task not in base.tasks]:
             notes.append(f"{run.name}: {first_few(extra)} left out, which the baseline lacks")
-    shared = [task for task in chosen if any(task in run.tasks for run in others)]
+    shared = [task for task in chosen if not others or any(task in run.tasks for run in others)]
     if alone := [task for task in chosen if task not in shared]:
         notes.append(f"{base.name}: {first_few(alone)} left out, which no other run has")
     notes += [
@@ -116,39 +149,17 @@ def _named_tasks(names: Sequence[str], base: Run) -> list[str]:
     return list(named) or base.tasks
 
 
-def _evaluations(
-    runs: Mapping[str, Run], base: Run, tasks: Sequence[str], by: Sequence[str], allowed: Collection[Kind]
-) -> tuple[dict[str, dict[str, Evaluation]], list[str]]:
-    """Read the tasks to compare, by task and run, and check that they agree; return notes, too."""
-    names, notes = _tasks(tasks, base, [run for run in runs.values() if run is not base])
-    evaluations = {
-        task: {name: run.read(task, by) for name, run in runs.items() if task in run.tasks} for task in names
-    }
-    if without := [task for task, by_run in evaluations.items() if not _shared_metrics(by_run.values())]:
-        notes.append(f"{first_few(without)} left out: lm-eval computes no metric of it by a mean over questions")
-        evaluations = {task: by_run for task, by_run in evaluations.items() if task not in without}
-    if not evaluations:
-        raise InputError(f"no task can be compared; {notes[-1]}")
-    for task, by_run in evaluations.items():
-        notes += _check_alike(task, base.name, by_run, allowed)
-    return evaluations, notes
-
-
 # ---------------------------------------------------------------------- what has to agree
 
 
-def _check_alike(task: str, baseline: str, evaluations: dict[str, Evaluation], allowed: Collection[Kind]) -> list[str]:
-    """Refuse questions, prompts and settings that differ from the baseline's, or return notes if they are allowed.
+def _align(task: str, evaluations: dict[str, Evaluation], allowed: Collection[Kind]) -> list[str]:
+    """Let all runs have the questions of the baseline, the first run, in its order.
 
-    Of different questions that are allowed, those of all runs are kept in `evaluations`.
+    Questions, prompts and settings that differ are refused, or are notes if they are allowed. Of different questions,
+    those of all runs are kept.
     """
-    base, notes = evaluations[baseline], []
-    for name, own in evaluations.items():
-        evaluation = evaluations[name] = numbered_as(base, own)
-        if changed := int((evaluation.outcomes["doc_id"] != own.outcomes["doc_id"]).sum()):
-            notes.append(
-                f"{name} on {task}: {changed} questions have other numbers (doc_id); paired by their documents"
-            )
+    (baseline, base), notes = next(iter(evaluations.items())), []
+    for name, evaluation in evaluations.items():
         differences = _differences(base, evaluation)
         if refused := [kind for kind in differences if kind not in allowed]:
             raise InputError(
@@ -157,21 +168,18 @@ def _check_alike(task: str, baseline: str, evaluations: dict[str, Evaluation], a
                 f"--allow-different {','.join(dict.fromkeys([*allowed, *refused]))}"
             )
         notes += [f"{name} on {task}: different {kind} ({text})" for kind, text in differences.items()]
-    common = set.intersection(*({*questions_of(evaluation.outcomes)} for evaluation in evaluations.values()))
+    common = set.intersection(*(set(evaluation.questions) for evaluation in evaluations.values()))
     if not common:
         raise InputError(f"{first_few(evaluations)} have no question of {task} in common; leave it out with --tasks")
+    order = [question for question in base.questions if question in common]
     for name, evaluation in evaluations.items():
-        keep = [key in common for key in questions_of(evaluation.outcomes)]
-        evaluations[name] = evaluation._replace(outcomes=evaluation.outcomes[keep], answers=evaluation.answers[keep])
+        evaluations[name] = evaluation.of(order)
     return notes
 
 
 def _differences(base: Evaluation, compared: Evaluation) -> dict[Kind, str]:
     differences: dict[Kind, str] = {}
-    first, second = (
-        dict(zip(questions_of(evaluation.outcomes), evaluation.outcomes["prompt"], strict=True))
-        for evaluation in (base, compared)
-    )
+    first, second = ({o.question: o.prompt for o in evaluation.outcomes} for evaluation in (base, compared))
     shared = first.keys() & second.keys()
     if not len(shared) == len(first) == len(second):
         differences["questions"] = f"{len(second)} and {len(first)}, {len(shared)} of them the same"
@@ -189,20 +197,34 @@ def _differences(base: Evaluation, compared: Evaluation) -> dict[Kind, str]:
 
 
 def _tables(
-    evaluations: Mapping[str, Mapping[str, Evaluation]],
+    evaluations: Evaluations,
     base: Run,
     variants: Sequence[str],
-    metric: str | None,
+    metric: str | Mapping[str, str] | None,
     by: Sequence[str],
 ) -> tuple[dict[str, Table], list[str]]:
-    tables = _task_tables(evaluations, base.name, metric)
-    parts = {
-        name: part for task in tables for name, part in _parts(task, tables[task], evaluations[task][base.name], by)
-    }
+    """Return the tables of tasks, of their parts, of groups and of all tasks, in this order, and notes."""
+    tables, has_metric = {}, not isinstance(metric, str)
+    for task, runs in evaluations.items():
+        named = metric.get(task, metric.get(task.partition("::")[0])) if isinstance(metric, Mapping) else metric
+        if isinstance(metric, str):
+            columns = columns_of(runs[base.name].values)
+            named = metric if any(metric in (column, metric_name(column)) for column in columns) else None
+            has_metric |= named is not None
+        tables[task] = _table(task, runs, named)
+    if not has_metric:
+        columns = [column for runs in evaluations.values() for column in runs[base.name].metrics]
+        hint = did_you_mean(str(metric), columns) or f"; they have {first_few(sorted(set(columns)))}"
+        raise InputError(f"metric: no compared task has {metric!r}{hint}")
+    parts = {}
+    for task, table in tables.items():
+        for position, column in enumerate(by):
+            found = [outcome.document[position] for outcome in evaluations[task][base.name].outcomes]
+            kinds = sorted({value for value in found if value is not None})
+            for value in kinds if len(kinds) > 1 else ():
+                parts[f"{task}, {column}: {value}"] = table.part(np.flatnonzero([own == value for own in found]))
     if missing := [column for column in by if not any(f", {column}: " in name for name in parts)]:
-        fields = {field for runs in evaluations.values() for field in runs[base.name].fields}
-        hint = did_you_mean(missing[0], fields) or f"; their documents have {first_few(sorted(fields), most=8)}"
-        raise InputError(f"by: no compared task has documents of several values of {missing[0]!r}{hint}")
+        raise InputError(f"by: no compared task has documents of several values of {missing[0]!r}")
     groups, notes = _groups(tables, base.groups, variants)
     members = {task for name in groups for task in _leaves(name, base.groups)}
     tables = {task: replace(table, is_part=task in members) for task, table in tables.items()}
@@ -214,42 +236,24 @@ def _tables(
     return tables | parts | groups, notes
 
 
-def _task_tables(
-    evaluations: Mapping[str, Mapping[str, Evaluation]], baseline: str, metric: str | None
-) -> dict[str, Table]:
-    tables, has_metric = {}, False
-    for task, runs in evaluations.items():
-        base = runs[baseline]
-        named = metric is not None and any(
-            metric in (column, column.partition(",")[0]) for column in columns_of(base.outcomes)
-        )
-        has_metric |= named
-        texts = {(task, row.doc_id): row.text_key for row in base.answers.itertuples()}
-        outcomes = {name: partial(pd.DataFrame, run.outcomes) for name, run in runs.items()}
-        shared_metrics = {task: _shared_metrics(runs.values())}
-        tables[task] = read_table(task, baseline, outcomes, shared_metrics, texts, metric if named else None, ADVICE)
-    if metric is not None and not has_metric:
-        columns = {name for runs in evaluations.values() for name in runs[baseline].metrics}
-        hint = did_you_mean(metric, columns) or f"; they have {first_few(sorted(columns))}"
-        raise InputError(f"metric: no compared task has {metric!r}{hint}")
-    return tables
+def _table(task: str, runs: Mapping[str, Evaluation], metric: str | None) -> Table:
+    """Return the values of a task; every run has the metric of each question."""
+    base, *_ = runs.values()
+    metrics = _shared_metrics(runs)
+    chosen = metrics[choose(task, metric, metrics)]
+    for run in runs.values():
+        complete = [column for column in columns_of(run.values) if np.isfinite(run.values[column]).all()]
+        choose(task, chosen.column, complete)
+    values = np.column_stack([chosen.aggregation.factor * run.values[chosen.column] for run in runs.values()])
+    weights = unless_equal(base.values[WEIGHT + chosen.column]) if chosen.aggregation.is_weighted else None
+    texts, numbers = zip(*((outcome.text_key, outcome.number) for outcome in base.outcomes), strict=True)
+    return Table(list(runs), values, list(texts), (chosen,), numbers, weights=weights)
 
 
-def _shared_metrics(runs: Collection[Evaluation]) -> dict[str, Metric]:
-    """Return the metrics of a task that all runs have, the baseline first, as a function of a mean over questions."""
-    first = next(iter(runs))
-    return {name: metric for name, metric in first.metrics.items() if all(name in run.metrics for run in runs)}
-
-
-def _parts(task: str, table: Table, base: Evaluation, by: Sequence[str]) -> list[tuple[str, Table]]:
-    """Return the parts of a task, `TASK, COLUMN: VALUE`, for columns of its documents with several values."""
-    parts = []
-    for column in by:
-        values = base.outcomes[DOCUMENT + column]
-        if values.nunique() > 1:
-            for value in sorted(values.dropna().unique()):
-                parts.append((f"{task}, {column}: {value}", table.part(np.flatnonzero(values == value))))
-    return parts
+def _shared_metrics(runs: Mapping[str, Evaluation]) -> dict[str, Any]:
+    """Return the metrics of a task that all runs have, as a function of a mean over questions; the first run's."""
+    first, *_ = runs.values()
+    return {name: metric for name, metric in first.metrics.items() if all(name in run.metrics for run in runs.values())}
 
 
 def _leaves(name: str, groups: Mapping[str, Sequence[str]], above: tuple[str, ...] = ()) -> list[str]:
@@ -278,16 +282,9 @@ def _groups(
         if not can_be_averaged(task_tables):
             notes.append(f"{name}: left out, its tasks have metrics that cannot be averaged")
             continue
-        table, merged_notes = merged(name, task_tables, variants)
+        merged_tables[name], merged_notes = merged(name, task_tables, variants)
         notes += merged_notes
         if len(task_tables) < len(members[name]):
             notes.append(f"{name}: {len(task_tables)} of its {len(members[name])} tasks")
-        merged_tables[name] = table
     inner = {name for name in merged_tables for other in merged_tables if set(leaves[name]) < set(leaves[other])}
     return {name: replace(table, is_part=name in inner) for name, table in merged_tables.items()}, notes
-
-
-def _answers(
-    evaluations: Mapping[str, Mapping[str, Evaluation]], variant: str, task: str
-) -> dict[tuple[str, int], dict[str, Any]]:
-    return {(row["task"], row["doc_id"]): row for row in evaluations[task][variant].answers.to_dict("records")}

@@ -7,7 +7,6 @@ import gzip
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,6 @@ from lmeval_prune.comparison.rows import DETECTABLE, Comparison
 from lmeval_prune.comparison.tables import POOLED, Table
 from lmeval_prune.reporting.documents import render
 
-MAX_TEXT = 1640  # characters; the middle of a longer text is left out
 MAX_CHARACTERS = 40_000_000  # of all answers of a page; tasks beyond this limit are shown without answers
 FILES = Path(__file__).with_name("page_files")
 SCRIPTS = ("page.js", "tables.js", "plot.js", "questions.js")  # in this order, as one program
@@ -115,53 +113,32 @@ class _Questions:
 
     def of(self, task: str, table: Table) -> dict[str, Any]:
         """Return a task's questions and values, and its answers unless they exceed the limit."""
-        gold = self.comparison.answers(self.comparison.baseline, task)
         result = {**_values(table), "withheld": False}
-        for entry, (part, number, _) in zip(result["shown"], table.questions, strict=True):
-            entry |= {key: shortened(gold[part, number][key]) for key in ("question", "target")}
-        answers: dict[str, list[str]] = {}
-        likelihoods: dict[str, list[str]] = {}
-        unique_texts: dict[str, str] = {}  # each text once in memory
-        for name in table.variants:
-            if self.characters_left <= 0:
-                return result
-            cell = self.comparison.answers(name, task)
-            rows = [cell[part, number] for part, number, _ in table.questions]
-            likelihoods[name] = [row["likelihood"] for row in rows]
-            answers[name] = []
-            for text in (shortened(row["answer"]) for row in rows):
-                self.characters_left -= len(text) if text not in unique_texts else 0
-                answers[name].append(unique_texts.setdefault(text, text))
+        gold = self.comparison.answers(self.comparison.baseline, task)
+        for entry, answer in zip(result["shown"], gold, strict=True):
+            entry |= {"question": answer.question, "target": answer.target}
+        answers = {name: self.comparison.answers(name, task) for name in table.variants}
+        # All answers to a question stand together: they are much alike, so that they are compressed to less.
+        texts = dict.fromkeys(answer.answer for row in zip(*answers.values(), strict=True) for answer in row)
+        self.characters_left -= sum(map(len, texts))
         if self.characters_left > 0:
-            # All answers to a question stand together: they are much alike, so that they are compressed to less.
-            texts = dict.fromkeys(chain.from_iterable(zip(*answers.values(), strict=True)))
             numbers = {text: number for number, text in enumerate(texts)}
             result["texts"] = list(texts)
-            result["answers"] = {name: [numbers[text] for text in column] for name, column in answers.items()}
+            result["answers"] = {name: [numbers[answer.answer] for answer in own] for name, own in answers.items()}
+            likelihoods = {name: [answer.likelihood for answer in own] for name, own in answers.items()}
             result |= {"likelihoods": likelihoods} if any(map(any, likelihoods.values())) else {}
         return result
 
 
 def _values(table: Table) -> dict[str, Any]:
     """Return a task's values for the page, without the texts of questions and answers."""
-    values = {
-        name: [round(float(value), 6) for value in column]
-        for name, column in zip(table.variants, table.figures.T, strict=True)
-    }
-    has_parts = len({part for part, _, _ in table.questions}) > 1
     return {
-        "shown": [{"id": f"{part}, {number}" if has_parts else f"{number}"} for part, number, _ in table.questions],
-        "values": values,
+        "shown": [{"id": str(number)} for number in table.numbers],
+        "values": {
+            name: [round(float(value), 6) for value in column]
+            for name, column in zip(table.variants, table.figures.T, strict=True)
+        },
         "binary": table.are_shares and bool(np.isin(table.values, (0.0, 1.0)).all()),
         "withheld": True,
         "lower": table.lower_is_better,
     }
-
-
-def shortened(text: Any) -> str:
-    """Return a text; of a text longer than `MAX_TEXT`, leave out the middle."""
-    text = str(text)
-    if len(text) <= MAX_TEXT:
-        return text
-    half = MAX_TEXT // 2 - 20
-    return f"{text[:half]}\n[… {len(text) - 2 * half} characters …]\n{text[-half:]}"

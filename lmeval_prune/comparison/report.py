@@ -1,4 +1,4 @@
-"""Output of a comparison: Markdown, CSV, JSON, a plot and the page."""
+"""Output of a comparison: Markdown, CSV, JSON and the page."""
 
 from __future__ import annotations
 
@@ -15,10 +15,8 @@ from lmeval_prune.comparison.costs import COSTS, cost_range
 from lmeval_prune.comparison.page import write_page
 from lmeval_prune.comparison.rows import DETECTABLE, Comparison, Row
 from lmeval_prune.comparison.tables import POOLED
-from lmeval_prune.distance.summary import cells as distance_cells
 from lmeval_prune.errors import InputError, did_you_mean, first_few
-from lmeval_prune.reporting.documents import printable, render
-from lmeval_prune.reporting.plot_style import COLOURS, figure, label_points, save
+from lmeval_prune.reporting.documents import render
 from lmeval_prune.reporting.tables import bold, csv, markdown, p_value, signed, significant
 
 TEXT_COLUMNS = ["variant"]
@@ -27,11 +25,11 @@ MAX_ROWS = 2_000  # of the tables on a page without scripts; beyond it, the last
 MAX_SUMMARY = 24  # rows of the summary with members of groups and parts of tasks
 
 
-def write(comparison: Comparison, target: Path, without_texts: Sequence[str] = ()) -> tuple[str, list[str], list[Path]]:
+def write(comparison: Comparison, target: Path, without_texts: Sequence[str] = ()) -> tuple[list[str], list[Path]]:
     """Write the report, the page and their data to a folder.
 
     Returns:
-        The table of the last task or of the pooled tasks; notes for the reader, a line each; and the written files.
+        Notes for the reader, a line each, and the written files.
     """
     for task in without_texts:
         if task not in comparison.evaluated:
@@ -44,15 +42,11 @@ def write(comparison: Comparison, target: Path, without_texts: Sequence[str] = (
     costs = [key for key in COSTS if any(figures.get(key) is not None for figures in comparison.costs.values())]
     write_text(target / "table.csv", csv(pd.DataFrame(rows).astype({"better": "Int64", "worse": "Int64"})))
     write_text(target / "comparison.json", _comparison_json(comparison, rows))
-    if costs:
-        _draw_pareto(comparison, costs, target / "pareto")
     write_text(target / "report.md", _report_markdown(comparison, notes, costs, without_texts, comparison.tasks))
     shown = comparison.tasks if len(rows) <= MAX_ROWS else comparison.tasks[-1:]
     report = _report_markdown(comparison, notes, costs, without_texts, shown, on_page=True)
     write_page(comparison, target / "page.html", report, without_texts)
-    pictures = ["pareto.png", "pareto.svg"] if costs else []
-    names = ["report.md", "table.csv", "comparison.json", *pictures, "page.html"]
-    return task_table(comparison, comparison.tasks[-1]), notes, [target / name for name in names]
+    return notes, [target / name for name in ("report.md", "table.csv", "comparison.json", "page.html")]
 
 
 def _comparison_json(comparison: Comparison, rows: list[dict[str, Any]]) -> str:
@@ -131,6 +125,8 @@ def task_table(comparison: Comparison, task: str) -> str:
         frame["tokens"] = [_with_error(row.mean_tokens, None, 1, 0) for row in rows]
         frame["cut off"] = ["" if row.cut_off is None else f"{row.cut_off:.0%}" for row in rows]
     if _any_has(rows, "mean_kld"):
+        from lmeval_prune.distance.summary import cells as distance_cells  # imports torch
+
         distances = [distance_cells({name: getattr(row, name) for name in DISTANCE}) for row in rows]
         frame = pd.concat([frame, pd.DataFrame(distances)], axis=1)
         frame = frame.loc[:, (frame != "").any()]  # choices have no answers
@@ -198,43 +194,3 @@ def _cost_text(costs: dict[str, Any], key: str, on_front: bool) -> str:
     value, *ends = (f"{x:,.0f}" if x >= 1000 else f"{x:.1f}" for x in (costs[key], low, high))
     spread = f" ({' … '.join(ends)})" if low < high else ""
     return f"{value}{spread}{' ◆' if on_front else ''}"
-
-
-def _draw_pareto(comparison: Comparison, keys: list[str], stem: Path) -> None:
-    """Plot the mean of the last task against the cost in which the variants differ most."""
-    task, costs = comparison.tasks[-1], comparison.costs
-    rows = {name: comparison.rows[name, task] for name in comparison.variants if (name, task) in comparison.rows}
-    key = max(keys, key=lambda key: _spread([costs[name].get(key) for name in rows], COSTS[key].timed))
-    label, front = COSTS[key].label, comparison.fronts[task].get(key, [])
-    canvas, axes = figure(8.2, 4.6, printable(f"{comparison.title}: mean ({task}) against {label}"))
-    marks, labels, scale = [], [], 100 if rows[comparison.baseline].unit == "points" else 1
-    for name, row in rows.items():
-        if costs[name].get(key) is None:
-            continue
-        x, y = costs[name][key], scale * row.mean
-        low, high = cost_range(costs[name], key)
-        colour = COLOURS[1] if name == comparison.baseline else COLOURS[0] if name in front else COLOURS[6]
-        is_labelled = name in front or name == comparison.baseline
-        line = {"color": colour, "lw": 1, "alpha": 0.5, "zorder": 2 + is_labelled}
-        axes.plot([x, x], [scale * row.low, scale * row.high], **line)
-        if low < high:
-            axes.plot([low, high], [y, y], **line)
-        axes.plot([x], [y], "o", color=colour, ms=6, zorder=3 + is_labelled)
-        marks += [(x, scale * row.low, x, scale * row.high), (x, y, x, y)]
-        labels += [(x, y, printable(name))] if is_labelled else []
-    if front:
-        ordered = sorted((costs[name][key], scale * rows[name].mean) for name in front)
-        axes.plot(*zip(*ordered, strict=True), "--", color=COLOURS[0], lw=1)
-    axes.set(xlabel=label, ylabel=f"mean{', points' if scale > 1 else ''} (lines: 95%)")
-    axes.margins(x=0.12)
-    axes.grid(axis="y", color="0.92")
-    label_points(axes, labels, marks)
-    save(canvas, stem)
-
-
-def _spread(values: Sequence[float | None], timed: bool) -> float:
-    """Return the ratio of the largest to the smallest value; costs that are not timed take precedence."""
-    measured = [value for value in values if value]
-    if not measured:
-        return 0.0
-    return max(measured) / min(measured) + 1e6 * (max(measured) > min(measured) and not timed)

@@ -3,65 +3,42 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
+from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, NotRequired, cast
+from typing import Any
 
-from annotated_types import Interval, Len
-from typing_extensions import TypedDict
-
-from lmeval_prune.artefacts import file_name, read_json, read_lines
-from lmeval_prune.comparison.metrics import Results
+from lmeval_prune.artefacts import file_name, parse_json, read_json
 from lmeval_prune.errors import InputError, check_exists
-
-
-class _RunConfig(TypedDict, total=False):
-    model: str | None
-    model_args: str | dict[str, Any] | None
-    random_seed: int | None
-    numpy_seed: int | None
-    torch_seed: int | None
-    fewshot_seed: int | None
-
-
-class RunResults(Results):
-    """Fields of lm-eval's results that describe a run."""
-
-    config: NotRequired[_RunConfig | None]
-    group_subtasks: NotRequired[dict[str, list[str]] | None]
-    versions: NotRequired[dict[str, Any] | None]
-    lm_eval_version: NotRequired[str | None]
-    date: NotRequired[Annotated[float, Interval(ge=0, lt=1e11)]]
-
-
-_Request = Annotated[list[Any], Len(1)] | Annotated[dict[str, Any], Len(1)]
-
-
-class Sample(TypedDict):
-    """Fields of a sample that are read."""
-
-    doc_id: int
-    doc: Any
-    target: Any
-    arguments: Annotated[list[_Request], Len(1)] | Annotated[dict[str, _Request], Len(1)]
-    resps: list[Any]
-    filter: str
-    metrics: list[str]
-    doc_hash: str
 
 
 @dataclass(frozen=True)
 class ResultsFile:
-    """A results file and its samples files."""
+    """A results file and its samples files.
+
+    Attributes:
+        path: the results file.
+        name: name of its only task in a comparison, or of all its tasks together (each is `NAME::TASK` then); empty:
+            lm-eval's names.
+    """
 
     path: Path
+    name: str = ""
 
     @cached_property
     def results(self) -> dict[str, Any]:
-        """Return lm-eval's results."""
-        return cast(dict[str, Any], read_json(self.path, RunResults))
+        """Return lm-eval's results, by the names of tasks in a comparison."""
+        results: dict[str, Any] = read_json(self.path)
+        if self.name:
+            tasks = list(results.get("configs") or {})
+            results["task_names"] = {f"{self.name}::{task}" if len(tasks) > 1 else self.name: task for task in tasks}
+            results["group_subtasks"] = {self.name: list(results["task_names"])} if len(tasks) > 1 else {}
+            for part in ("results", "configs", "versions", "higher_is_better"):
+                own = results.get(part) or {}
+                results[part] = {name: own[task] for name, task in results["task_names"].items() if task in own}
+        return results
 
     @cached_property
     def config(self) -> dict[str, Any]:
@@ -81,35 +58,37 @@ class ResultsFile:
     def samples(self) -> dict[str, Path]:
         """Return the samples files that exist, by task."""
         date = self.path.stem.rpartition("_")[2]
-        paths: dict[str, Path] = {}
-        for task in self.results.get("configs") or {}:
-            names = (f"samples_{task}_{date}.jsonl", f"samples_{file_name(task)}.jsonl")  # the latter of a grid's cell
-            existing = [path for path in map(self.path.with_name, names) if path.is_file()]
-            if existing:
-                paths[task] = existing[0]
-        return paths
+        names = self.results.get("task_names", {})
+        paths = {
+            task: self.path.with_name(f"samples_{file_name(names.get(task, task))}_{date}.jsonl")
+            for task in self.results.get("configs") or {}
+        }
+        return {task: path for task, path in paths.items() if path.is_file()}
 
-    def read_samples(self, task: str) -> list[dict[str, Any]]:
-        """Read the samples of a task, with `arguments` as a list of lists.
+    def read_samples(self, task: str) -> Iterator[dict[str, Any]]:
+        """Yield the samples of a task, with `arguments` as a list of lists.
 
         Refuse more or fewer questions than the results say, and a question twice.
         """
         path = self.samples[task]
-        rows: list[dict[str, Any]] = read_lines(path, Sample)
-        for row in rows:
-            requests = row["arguments"].values() if isinstance(row["arguments"], dict) else row["arguments"]
-            row["arguments"] = [
-                list(request.values()) if isinstance(request, dict) else request for request in requests
-            ]
-        keys = Counter((row["doc_id"], row["filter"]) for row in rows)
-        (key, most), *_ = keys.most_common(1)
-        if most > 1:
-            raise InputError(f"{path} has question {key[0]} {most} times; delete it and evaluate again")
-        number = len({doc_id for doc_id, _ in keys})
+        seen: defaultdict[str, set[int]] = defaultdict(set)  # by filter
+        with path.open("rb") as lines:
+            for number, line in enumerate(lines, 1):
+                if not line.strip():
+                    continue
+                row = parse_json(line, f"line {number} of {path}")
+                if row["doc_id"] in (known := seen[row["filter"]]):
+                    raise InputError(f"{path} has question {row['doc_id']} twice; delete it and evaluate again")
+                known.add(row["doc_id"])
+                requests = row["arguments"].values() if isinstance(row["arguments"], dict) else row["arguments"]
+                row["arguments"] = [
+                    list(request.values()) if isinstance(request, dict) else request for request in requests
+                ]
+                yield row
+        count = len(set().union(*seen.values()))
         expected = self.results["results"].get(task, {}).get("sample_len")
-        if expected is not None and number != expected:
-            raise InputError(f"{path} has {number} questions, {self.path.name} was computed from {expected}; run again")
-        return rows
+        if not count or (expected is not None and count != expected):
+            raise InputError(f"{path} has {count} questions, {self.path.name} was computed from {expected}; run again")
 
 
 def find_results(path: Path) -> list[ResultsFile]:

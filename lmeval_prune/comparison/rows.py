@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
 
+from lmeval_prune.comparison.samples import Answer
 from lmeval_prune.comparison.tables import Table
 from lmeval_prune.reporting.statistics import (
     detectable,
@@ -75,8 +76,8 @@ class Comparison:
     variants: list[str]  # in their order
     tables: dict[str, Table] = field(repr=False)  # by task, in their order; groups after their tasks, `POOLED` last
     rows: dict[tuple[str, str], Row]  # by variant and task
-    answers: Callable[[str, str], Mapping[tuple[str, int], dict[str, str]]] = field(repr=False)
-    """Questions and answers by task and number, given variant and task."""
+    answers: Callable[[str, str], Sequence[Answer]] = field(repr=False)
+    """The answers of a variant to a task's questions, in the order of its table."""
     about: dict[str, str] = field(default_factory=dict)  # a line on each variant
     costs: dict[str, dict[str, Any]] = field(default_factory=dict)  # measured costs by variant; empty without any
     fronts: dict[str, dict[str, list[str]]] = field(default_factory=dict)
@@ -93,8 +94,8 @@ class Comparison:
 
     @property
     def evaluated(self) -> dict[str, Table]:
-        """Return the tables of single tasks: those with questions and answers."""
-        return {task: table for task, table in self.tables.items() if table.questions}
+        """Return the tables of single tasks, which have questions and answers."""
+        return {task: table for task, table in self.tables.items() if len(table.numbers)}
 
 
 def rows_of(tables: Mapping[str, Table], baseline: str, seed: int) -> dict[tuple[str, str], Row]:

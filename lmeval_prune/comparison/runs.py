@@ -4,37 +4,64 @@ from __future__ import annotations
 
 import json
 import os
-from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
+from sys import intern
 from typing import Any, NamedTuple
 
-import pandas as pd
+import numpy as np
 
 from lmeval_prune.artefacts import digest
 from lmeval_prune.comparison.distances import Response
-from lmeval_prune.comparison.metrics import Metric, known_metrics
-from lmeval_prune.comparison.page import shortened
+from lmeval_prune.comparison.metrics import Metric, columns_of, known_metrics
 from lmeval_prune.comparison.results_files import ResultsFile, find_results
-from lmeval_prune.comparison.samples import NEXT_TRY, QUESTION, log_likelihoods, tables
+from lmeval_prune.comparison.samples import NEXT_TRY, Answer, log_likelihoods, read_answer, shortened, values
 from lmeval_prune.comparison.settings import Settings, different, model_of, seed_text, settings_of
-from lmeval_prune.comparison.tables import questions_of
 from lmeval_prune.errors import InputError, first_few
 
-DOCUMENT = "document: "  # prefix of columns of documents
+
+class Question(NamedTuple):
+    """What identifies a question of a task: its document. lm-eval's number of it (doc_id) depends on `--samples`."""
+
+    hash: str
+    repeat: int  # number of earlier questions with the same document
 
 
-class Evaluation(NamedTuple):
+class Outcome(NamedTuple):
+    """A question, and what a run answered to it."""
+
+    number: int  # lm-eval's doc_id
+    question: Question
+    text_key: str  # see `samples.question_keys`
+    prompt: str  # digest
+    answer: Answer
+    responses: tuple[Response, ...]  # one for each results file (seed)
+    document: tuple[str | None, ...]  # the columns of its document that were asked for
+
+
+@dataclass(frozen=True)
+class Evaluation:
     """Outcomes of a run on a task."""
 
-    outcomes: pd.DataFrame  # see `samples.tables`; also `prompt`, a digest, and columns of the documents
-    answers: pd.DataFrame
-    """See `samples.tables`; also `responses`, a list of `Response`, one for each results file (seed)."""
+    outcomes: list[Outcome]
+    values: dict[str, np.ndarray]  # of each outcome, by `METRIC,FILTER` and `WEIGHT`; NaN: no value
     metrics: dict[str, Metric]  # metrics of the task that are a function of a mean over questions, by `METRIC,FILTER`
     settings: Settings
-    fields: frozenset[str]  # of its first document
+
+    @property
+    def questions(self) -> list[Question]:
+        """Return the questions, which are all different."""
+        return [outcome.question for outcome in self.outcomes]
+
+    def of(self, questions: Iterable[Question]) -> Evaluation:
+        """Return the outcomes of some questions, in their order."""
+        position = {question: row for row, question in enumerate(self.questions)}
+        rows = [position[question] for question in questions]
+        own = {name: column[rows] for name, column in self.values.items()}
+        return replace(self, outcomes=[self.outcomes[row] for row in rows], values=own)
 
 
 @dataclass(frozen=True)
@@ -75,12 +102,12 @@ class Run:
         parts += [f"{datetime.fromtimestamp(dates[0], UTC):%Y-%m-%d}"] if dates else []
         return ", ".join([*parts, first_few(file.path for file in self.files)])
 
-    def read(self, task: str, columns: Sequence[str]) -> Evaluation:
+    def read(self, task: str, columns: Sequence[str] = ()) -> Evaluation:
         """Read the outcomes of a task; of several results files (seeds), the mean of each question's values.
 
         Args:
             task: name of the task.
-            columns: columns of the documents to add to the outcomes.
+            columns: columns of the documents to read with the outcomes.
         """
         files = self.files_of(task)
         settings = [settings_of(file, task) for file in files]
@@ -94,79 +121,70 @@ class Run:
                     f"results file to compare, {files[0].path} or {file.path}"
                 )
         parts = [_read(file, task, columns, setting) for file, setting in zip(files, settings, strict=True)]
-        for part in parts:
-            part.outcomes["task"] = part.answers["task"] = task
         return parts[0] if len(parts) == 1 else _mean(self.name, task, parts)
 
 
 def _read(file: ResultsFile, task: str, columns: Sequence[str], settings: Settings) -> Evaluation:
-    rows = file.read_samples(task)
-    outcomes, answers = tables({task: rows}, file.results["configs"])
-    metrics = known_metrics(outcomes, file.results, file.samples[task])[task]  # type: ignore[arg-type]
-    first = {int(row["doc_id"]): row for row in reversed(rows)}
-    ordered = [first[number] for number in outcomes["doc_id"]]
-    outcomes["prompt"] = [digest(json.dumps(_texts(row["arguments"]))) for row in ordered]
-    for column in columns:
-        outcomes[DOCUMENT + column] = [_field(row["doc"], column) for row in ordered]
-    keys = [digest(text) if text else "" for text in answers["answer"]]
-    columns_of_responses = zip(outcomes["prompt"], keys, map(log_likelihoods, ordered), strict=True)
-    answers["responses"] = [[Response(*values)] for values in columns_of_responses]
-    for column in ("question", "target", "answer"):
-        answers[column] = answers[column].map(shortened)
-    doc = ordered[0]["doc"]
-    return Evaluation(outcomes, answers, metrics, settings, frozenset(doc if isinstance(doc, dict) else ()))
+    outcomes: dict[int, Outcome] = {}
+    by_column: defaultdict[str, dict[int, float]] = defaultdict(dict)
+    config = file.results["configs"][task] or {}
+    for row in file.read_samples(task):
+        number = row["doc_id"]
+        for column, value in values(row).items():
+            by_column[column][number] = value
+        if number not in outcomes:
+            outcomes[number] = _outcome(row, config, columns)
+    order, repeats = sorted(outcomes), Counter[str]()
+    for number in order:
+        document = outcomes[number].question.hash
+        outcomes[number] = outcomes[number]._replace(question=Question(document, repeats[document]))
+        repeats[document] += 1
+    own = {column: np.array([known.get(n, np.nan) for n in order]) for column, known in by_column.items()}
+    metrics = known_metrics(own, file.results, task, file.samples[task])
+    return Evaluation([outcomes[number] for number in order], own, metrics, settings)
 
 
-def _texts(arguments: list[list[Any]]) -> list[list[Any]]:
-    return [[part for part in request if not isinstance(part, dict)] for request in arguments]
-
-
-def _field(doc: Any, column: str) -> str | None:
-    value = doc.get(column) if isinstance(doc, dict) else None
-    return str(value) if isinstance(value, str | int | float) else None
-
-
-def numbered_as(base: Evaluation, other: Evaluation) -> Evaluation:
-    """Return an evaluation with another's numbers of questions: `--samples` out of order changes lm-eval's doc_id.
-
-    A document that a task has several times keeps its number if it has one in both.
-    """
-    same = {*questions_of(base.outcomes)} & {*questions_of(other.outcomes)}
-    free: defaultdict[str, list[int]] = defaultdict(list)
-    for question in questions_of(base.outcomes):
-        if question not in same:
-            free[question[2]].append(question[1])
-    numbers = [
-        free[question[2]].pop(0) if question not in same and free[question[2]] else question[1]
-        for question in questions_of(other.outcomes)
-    ]
-    return other._replace(outcomes=other.outcomes.assign(doc_id=numbers), answers=other.answers.assign(doc_id=numbers))
+def _outcome(row: dict[str, Any], config: dict[str, Any], columns: Sequence[str]) -> Outcome:
+    answer, text_key = read_answer(row, config)
+    texts = [[part for part in request if not isinstance(part, dict)] for request in row["arguments"]]
+    prompt = intern(digest(json.dumps(texts)))
+    response = Response(prompt, digest(answer.answer) if answer.answer else "", log_likelihoods(row))
+    shown = Answer(*(intern(shortened(text)) for text in answer))  # runs that are compared have the same questions
+    document = row["doc"] if isinstance(row["doc"], dict) else {}
+    fields = [document.get(column) for column in columns]
+    return Outcome(
+        row["doc_id"],
+        Question(intern(row["doc_hash"]), 0),
+        intern(text_key),
+        prompt,
+        shown,
+        (response,),
+        tuple(str(value) if isinstance(value, str | int | float) else None for value in fields),
+    )
 
 
 def _mean(run: str, task: str, parts: list[Evaluation]) -> Evaluation:
     """Return the mean outcomes of each question over several repeats, and all of its answers."""
     first = parts[0]
-    parts = [first, *(numbered_as(first, part) for part in parts[1:])]
-    questions = [set(questions_of(part.outcomes)) for part in parts]
-    if any(other != questions[0] for other in questions):
+    if any(set(part.questions) != set(first.questions) for part in parts):
         raise InputError(f"{run} has {task} {len(parts)} times with different questions; name a results file")
-    outcomes = pd.concat([part.outcomes for part in parts])
-    metrics = [name for name in outcomes if "," in name]
-    grouped = outcomes.groupby(QUESTION, sort=False)
-    merged = first.outcomes.set_index(QUESTION).drop(columns=metrics, errors="ignore")
-    merged["prompt"] = grouped["prompt"].agg(lambda prompts: " ".join(sorted(set(prompts))))
-    # a value that a repeat lacks stays unknown
-    merged = merged.join(grouped[metrics].mean().where(grouped[metrics].count() == len(parts))).reset_index()
-    answers = first.answers.set_index(["task", "doc_id"])
-    repeats = pd.concat([part.answers for part in parts]).groupby(["task", "doc_id"], sort=False)
-    answers["answer"] = repeats["answer"].agg(lambda texts: shortened(NEXT_TRY.join(filter(None, texts))))
-    answers["responses"] = repeats["responses"].agg(
-        lambda lists: [response for responses in lists for response in responses]
-    )
-    shared_metrics = {
-        column: metric for column, metric in first.metrics.items() if all(column in part.metrics for part in parts)
-    }
-    return Evaluation(merged, answers.reset_index(), shared_metrics, first.settings, first.fields)
+    parts = [part.of(first.questions) for part in parts]
+    outcomes = []
+    for repeats in zip(*(part.outcomes for part in parts), strict=True):
+        answers = shortened(NEXT_TRY.join(filter(None, (outcome.answer.answer for outcome in repeats))))
+        outcomes.append(
+            repeats[0]._replace(
+                prompt=" ".join(sorted({outcome.prompt for outcome in repeats})),
+                answer=repeats[0].answer._replace(answer=answers),
+                responses=tuple(response for outcome in repeats for response in outcome.responses),
+            )
+        )
+    shared = [name for name in first.values if all(name in part.values for part in parts)]
+    means = {
+        name: np.mean([part.values[name] for part in parts], axis=0) for name in shared
+    }  # one without a value: NaN
+    metrics = {name: first.metrics[name] for name in columns_of(means) if all(name in p.metrics for p in parts)}
+    return Evaluation(outcomes, means, metrics, first.settings)
 
 
 def find_runs(words: Sequence[str]) -> list[Run]:

@@ -1,63 +1,49 @@
-"""Outcomes and answers of lm-eval's samples: the rows that `--log_samples` writes."""
+"""What a sample says: a row that `lm_eval --log_samples` wrote, with `arguments` as a list of lists."""
 
 from __future__ import annotations
 
 import math
 import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import takewhile
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
-import pandas as pd
 
 from lmeval_prune.artefacts import digest
 
-QUESTION = ["task", "doc_id", "question"]  # columns that identify a question
 WEIGHT = "weight of "  # prefix of the column with the weights of a metric whose sample is [log-likelihood, weight]
 NEXT_TRY = "\n\n— next try —\n\n"
+MAX_TEXT = 1640  # characters; the middle of a longer text is left out
 
 
-def tables(
-    samples: Mapping[str, list[dict[str, Any]]], configs: Mapping[str, Any]
-) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """Return the outcomes and the answers of lm-eval's samples, a row for each question.
+class Answer(NamedTuple):
+    """A question and an answer to it, as the page shows them."""
 
-    Args:
-        samples: lm-eval's samples by task.
-        configs: lm-eval's task configurations by task.
-    """
-    outcomes: dict[tuple[str, int], dict[str, Any]] = {}
-    answers: dict[tuple[str, int], dict[str, Any]] = {}
-    for task, rows in sorted(samples.items()):
-        for row in rows:
-            key = task, int(row["doc_id"])
-            record = outcomes.setdefault(key, {"task": task, "doc_id": key[1], "question": row["doc_hash"]})
-            record |= _outcome(row)
-            if key not in answers:
-                answers[key] = _answer(task, row, configs.get(task) or {})
-    order = sorted(outcomes)
-    return pd.DataFrame([outcomes[key] for key in order]), pd.DataFrame([answers[key] for key in order])
+    question: str
+    target: str
+    answer: str
+    likelihood: str  # of the likeliest choice or of the text; empty for generated answers
 
 
-def _outcome(row: dict[str, Any]) -> dict[str, float]:
+def values(row: dict[str, Any]) -> dict[str, float]:
     """Return the values of a sample's numeric metrics, by `METRIC,FILTER`.
 
     The value of a perplexity is a pair, a log-likelihood and the number of words or bytes: `WEIGHT` has the second.
     """
-    values: dict[str, float] = {}
+    result: dict[str, float] = {}
     for metric in row["metrics"]:
         column, value = f"{metric},{row['filter']}", row.get(metric)
         pair = value if isinstance(value, list | tuple) else [value]
         numbers = [float(item) for item in pair if isinstance(item, bool | int | float | np.number)]
         if len(numbers) == len(pair) <= 2 and numbers and all(map(math.isfinite, numbers)):
-            values |= dict(zip((column, WEIGHT + column), numbers, strict=False))
-    return values
+            result |= dict(zip((column, WEIGHT + column), numbers, strict=False))
+    return result
 
 
-def _answer(task: str, row: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
-    """Return the question and answer for the page, and a key of the question's text, see `question_keys`."""
+def read_answer(row: dict[str, Any], config: dict[str, Any]) -> tuple[Answer, str]:
+    """Return what the page shows of a sample, and a key of the question's text, see `question_keys`."""
     doc, arguments = row["doc"], row["arguments"][0]
     field = (config.get("metadata") or {}).get("question_field") or "question"
     text = doc.get(field) if isinstance(doc, dict) else None
@@ -70,16 +56,15 @@ def _answer(task: str, row: dict[str, Any], config: dict[str, Any]) -> dict[str,
         answers, key = choices[best : best + 1], f"{key}/{digest(choices)}" if choices else key
         if target.isdecimal() and int(target) < len(choices):  # lm-eval's number of the choice
             target = choices[int(target)].strip()
-    return {
-        "task": task,
-        "doc_id": int(row["doc_id"]),
-        "question": question,
-        "text_key": key,
-        "target": target,
-        "answer": NEXT_TRY.join(map(str, answers)),
-        "likelihood": likelihood,
-        "extracted": str(row.get("extracted", "")),
-    }
+    return Answer(question, target, NEXT_TRY.join(map(str, answers)), likelihood), key
+
+
+def shortened(text: str) -> str:
+    """Return a text; of a text longer than `MAX_TEXT`, leave out the middle."""
+    if len(text) <= MAX_TEXT:
+        return text
+    half = MAX_TEXT // 2 - 20
+    return f"{text[:half]}\n[… {len(text) - 2 * half} characters …]\n{text[-half:]}"
 
 
 def question_keys(text_keys: Sequence[str]) -> list[str]:
@@ -97,28 +82,19 @@ def question_keys(text_keys: Sequence[str]) -> list[str]:
     return [key if len(choices[text]) > 1 else text for key in text_keys for text in [key.partition("/")[0]]]
 
 
-def is_generated(row: dict[str, Any]) -> bool:
-    """Return whether a sample has answers, not log-likelihoods."""
-    arguments = row["arguments"][0]
-    return len(arguments) > 1 and not isinstance(arguments[1], str)
-
-
-def log_likelihood(response: Any) -> float:
-    """Return the number of a response, which lm-eval's files have as a text, alone or as the first of several."""
-    return float(str(response[0] if isinstance(response, list | tuple) and response else response))
-
-
-def log_likelihoods(row: dict[str, Any]) -> list[float]:
+def log_likelihoods(row: dict[str, Any]) -> tuple[float, ...]:
     """Return the log-likelihoods of a sample's choices or text (of several repeats, the first); none for answers.
 
     For `acc_mutual_info`, requests without a context follow those of the choices.
     """
-    if is_generated(row):
-        return []
+    arguments = row["arguments"][0]
+    if len(arguments) > 1 and not isinstance(arguments[1], str):  # settings of a generated answer
+        return ()
     responses = [repeats[0] for repeats in row["resps"]]
     if "acc_mutual_info" in row["metrics"]:
         responses = responses[: len(responses) // 2]
-    return list(map(log_likelihood, responses))
+    # lm-eval's files have the number as a text, alone or as the first of several
+    return tuple(float(str(value[0] if isinstance(value, list | tuple) and value else value)) for value in responses)
 
 
 def _choices(row: dict[str, Any]) -> list[str]:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from lmeval_prune.artefacts import without_addresses
 from lmeval_prune.comparison.results_files import ResultsFile
+from lmeval_prune.errors import brief
 
 # entries of a task's configuration that its questions and prompts show, or that say nothing about its evaluation
 _IGNORED = {
@@ -70,7 +71,7 @@ def different(first: Mapping[str, Any], second: Mapping[str, Any], has_same_vers
     names = [*first, *(name for name in second if name not in first)]
     shared = names if has_same_version else [name for name in names if name in first and name in second]
     return [
-        f"{name}: {_shown(first.get(name, _MISSING))} and {_shown(second.get(name, _MISSING))}"
+        f"{name}: {brief(str(first.get(name, _MISSING)), 40)} and {brief(str(second.get(name, _MISSING)), 40)}"
         for name in shared
         if first.get(name) != second.get(name)
     ]
@@ -88,19 +89,9 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def _shown(value: Any) -> str:
-    """Return a value for a message, shortened; a text of several words in quotes."""
-    text = " ".join(str(value).split())
-    text = text if len(text) <= 40 else f"{text[:37]}…"
-    return f"'{text}'" if value is not _MISSING and isinstance(value, str) and " " in text else text
-
-
 def seed_text(file: ResultsFile) -> str:
     """Return lm-eval's four seeds, or one number if they are equal, and the seed among the model's arguments."""
     values = [file.config.get(f"{name}_seed") for name in ("random", "numpy", "torch", "fewshot")]
-    texts = (
-        ["/".join(map(str, values if len(set(values)) > 1 else values[:1]))]
-        if any(value is not None for value in values)
-        else []
-    )
+    shown = values if len(set(values)) > 1 else values[:1]
+    texts = ["/".join(map(str, shown))] if shown != [None] else []
     return " and ".join([*texts, *(f"seed={value}" for name, value in file.model_args.items() if name == "seed")])

@@ -14,16 +14,16 @@ import re
 import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from lmeval_prune import __version__
 from lmeval_prune.artefacts import digest
 from lmeval_prune.errors import InputError
 from lmeval_prune.export.manifest import adapter_name, read_adapters, read_lora
 from lmeval_prune.grid.configuration import Grid, GridTask, Variant
 from lmeval_prune.grid.preparations import make_preparation, with_chat_template
-from lmeval_prune.grid.task_identity import TaskIdentity, training_digest
+from lmeval_prune.grid.task_identity import TaskIdentity, identify, training_digest
 from lmeval_prune.models.arguments import ROUTER_ARGUMENTS, Arguments
 from lmeval_prune.models.checkpoint import Checkpoint
 from lmeval_prune.models.identity import SERVED_ANSWERING, ModelIdentity, argument_identity, code_versions
@@ -31,10 +31,6 @@ from lmeval_prune.models.server_options import ServerOptions, without_server
 from lmeval_prune.tasks.loading import included_folder, task_manager
 
 SEEDS = ("random_seed", "numpy_random_seed", "torch_random_seed", "fewshot_random_seed")  # of `simple_evaluate`
-# attributes of `Cell` that are written to `cell.json`
-JSON_FIELDS = (
-    "evaluation", "metadata", "identity", "prepared", "answers", "batch_size", "device", "engine",
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -53,6 +49,7 @@ class Cell:
     batch_size: int | str
     device: str | None
     engine: str
+    measurable: bool  # whether the costs of the variant can be measured
 
     @property
     def name(self) -> str:
@@ -94,172 +91,148 @@ class Cell:
 
     def command(self, model_args: dict[str, Any]) -> str:
         """Return the `lm_eval` command that evaluates the cell; `model_args` is the result of the method."""
-        evaluation, template = self.evaluation, self.evaluation["apply_chat_template"]
+        evaluation = {name: value for name, value in self.evaluation.items() if name != "fewshot_as_multiturn"}
         options: dict[str, Any] = {
             "model": self.model,
-            "model_args": json.dumps(model_args),
+            "model_args": model_args,
+            **evaluation,
             "tasks": self.task.task,
             "include_path": included_folder(),
             "seed": self.variant.seed,
             "batch_size": self.batch_size,
             "device": self.device,
-            "limit": evaluation["limit"],
-            "num_fewshot": evaluation["num_fewshot"],
-            "gen_kwargs": json.dumps(evaluation["gen_kwargs"]) if evaluation["gen_kwargs"] else None,
-            "metadata": json.dumps(self.metadata) if self.metadata else None,
-            "system_instruction": evaluation["system_instruction"] or None,
-            "apply_chat_template": template if isinstance(template, str) and template else None,
+            "metadata": self.metadata,
         }
         words = ["lm_eval"]
         for name, value in options.items():
-            words += [] if value is None else [f"--{name}", str(value)]
-        flags = ["--apply_chat_template"] if template is True else []
-        return shlex.join([*words, *flags, "--log_samples", "--output_path", "OUT"])
+            if value is True:
+                words.append(f"--{name}")
+            elif value is not None and value is not False and value not in ("", {}):
+                words += [f"--{name}", json.dumps(value) if isinstance(value, dict) else str(value)]
+        return shlex.join([*words, "--log_samples", "--output_path", "OUT"])
 
     def entry(self, model_args: dict[str, Any]) -> dict[str, Any]:
-        """Return the cell's entry in `grid.json`, so that `grid compare` need not read the cell's own files."""
-        return {"key": self.key, **self._settings(), "costs": self.costs, "command": self.command(model_args)}
-
-    def to_json(self, model_args: dict[str, Any]) -> dict[str, Any]:
-        """Return the fields of `cell.json`."""
-        fields = {name: getattr(self, name) for name in JSON_FIELDS}
-        command = self.command(model_args)
-        return {**self._settings(), "seed": self.variant.seed, **fields, "key": self.key, "command": command}
-
-    def _settings(self) -> dict[str, Any]:
+        """Return the cell's entry in `grid.json` and `cell.json`."""
         return {
+            "key": self.key,
             "variant": self.variant.name,
             "task": self.task.name,
             "metric": self.task.metric,
             "selected_on": list(self.variant.selected_on),
             "model_args": self.variant.model_args,
             "prepare": self.variant.prepare,
+            "prepared": self.prepared,
+            "costs": self.costs,
+            "command": self.command(model_args),
         }
 
 
 def versions(served: bool) -> dict[str, Any]:
     """Return the versions of all packages, and of the way to answer, that can change answers and scores."""
     answering = {"answering": SERVED_ANSWERING} if served else {}
-    return {"lmeval-prune": version("lmeval-prune"), **code_versions(), **answering}
+    return {"lmeval-prune": __version__, **code_versions(), **answering}
 
 
 def cells_of(grid: Grid) -> list[Cell]:
-    """Return all cells of a grid, after every check that needs no weights."""
+    """Return all cells of a grid, after every check that needs no weights; each model and each task is read once."""
     training_digest.cache_clear()  # of an earlier grid's tasks, whose files may have changed
-    planner = _Planner(grid)
-    cells = [cell for variant in grid.variants for cell in planner.cells(variant)]
-    by_key: dict[str, Cell] = {}
-    for cell in cells:
-        if (other := by_key.setdefault(cell.key, cell)) is not cell:
-            variants = " and ".join(dict.fromkeys((repr(other.variant.name), repr(cell.variant.name))))
-            tasks = " and ".join(dict.fromkeys((other.task.name, cell.task.name)))
-            raise InputError(f"two cells are the same: {variants} on {tasks}; leave one out")
-    return cells
-
-
-class _Planner:
-    """Plans the cells of a grid; reads each model and each task once."""
-
-    def __init__(self, grid: Grid) -> None:
-        self.grid = grid
-        self.models: dict[str, tuple[Checkpoint, dict[str, Any]]] = {}
-        self.tasks: dict[tuple[str, str], TaskIdentity] = {}
-
-    def cells(self, variant: Variant) -> Iterator[Cell]:
-        """Yield a variant's cells."""
-        grid, chat = self.grid, bool(self.grid.apply_chat_template)
-        prepare = {name: with_chat_template(name, settings, chat) for name, settings in variant.prepare.items()}
-        variant = replace(variant, prepare=prepare)
+    models: dict[str, tuple[Checkpoint, dict[str, Any]]] = {}
+    tasks: dict[tuple[str, str], TaskIdentity] = {}
+    cells: dict[str, Cell] = {}
+    for variant in grid.variants:
         try:
-            arguments = Arguments.of(without_server(variant.model_args))
-            loading = arguments.loading
-            loading_key = digest({name: str(value) for name, value in loading.items()})
-            checkpoint, model = self._model(loading_key, loading)
-            engine = _engine(variant, arguments, checkpoint)
-            computation = _computation(variant, arguments, checkpoint, engine, grid.batch_size)
-            identity = self._variant_identity(variant, arguments, checkpoint, model)
-            template = checkpoint.chat_template(grid.apply_chat_template)
+            own = list(_cells(grid, variant, models, tasks))
         except InputError as error:
             raise InputError(f"variant {variant.name!r}: {error}") from None
-        model_digest = digest([model, computation] if computation else model)
-        costs = digest({**identity, **computation} if variant.served else identity)  # a server's are unknown
-        for grid_task in grid.tasks:
-            task = self._task(grid_task, loading_key, loading)
-            random: dict[str, Any] = {"seed": variant.seed} if task.draws else {}
-            random |= {"engine": engine} if task.samples else {}  # engines draw different random numbers
-            prompts = {"system": grid.system_instruction or "", "multiturn": chat}
-            answers_path = (f"{Path(str(arguments.pretrained)).name}-{model_digest[:8]}", grid_task.name)
-            cell_identity = {
-                **identity,
-                **computation,
-                "task": {"tasks": task.content, **prompts},
-                "template": template,
-                "drawn": random,
-                "versions": versions(variant.served),
-            }
-            yield Cell(
-                key=digest(cell_identity),
-                costs=costs,
-                variant=variant,
-                task=grid_task,
-                evaluation=_evaluation(grid_task, grid),
-                metadata=dict(grid.metadata),
-                identity=cell_identity,
-                prepared=identity["preparation"].get("key", ""),
-                answers="/".join(re.sub(r"[^\w.-]", "_", part) for part in answers_path),
-                batch_size=grid.batch_size,
-                device=grid.device,
-                engine=engine,
-            )
+        for cell in own:
+            if (other := cells.setdefault(cell.key, cell)) is not cell:
+                names = f"{other.variant.name!r} on {other.task.name} and {cell.variant.name!r} on {cell.task.name}"
+                raise InputError(f"two cells are the same: {names}; leave one out")
+    return list(cells.values())
 
-    def _model(self, key: str, loading: dict[str, Any]) -> tuple[Checkpoint, dict[str, Any]]:
-        if key not in self.models:
-            checkpoint = Checkpoint(loading)
-            self.models[key] = checkpoint, ModelIdentity.of_checkpoint(checkpoint).to_json()
-        return self.models[key]
 
-    def _task(self, grid_task: GridTask, loading_key: str, loading: dict[str, Any]) -> TaskIdentity:
-        key = loading_key, grid_task.name
-        if key not in self.tasks:
-            manager = task_manager({**loading, **self.grid.metadata})
-            self.tasks[key] = TaskIdentity.of(manager, grid_task)
-        return self.tasks[key]
-
-    def _variant_identity(
-        self, variant: Variant, arguments: Arguments, checkpoint: Checkpoint, model: dict[str, Any]
-    ) -> dict[str, Any]:
-        router_arguments = {name: variant.model_args[name] for name in ROUTER_ARGUMENTS if name in variant.model_args}
-        interventions: list[Any] = [intervention.identity(checkpoint.map) for intervention in arguments.interventions]
-        if interventions:
-            interventions.append(digest(checkpoint.map.signature()))
-        prepared: dict[str, Any] = {}
-        for name, settings in variant.prepare.items():
-            preparation = make_preparation(name, settings)
-            preparation.check(checkpoint.map)
-            prepared = {
-                "name": name,
-                **preparation.identity(),
-                "seed": variant.seed,
-                "versions": versions(served=False),
-            }
-            prepared["key"] = digest([model, prepared])
-        return {
-            "model": model,
-            "interventions": interventions,
-            "router": {name: argument_identity(name, value) for name, value in router_arguments.items()},
-            "preparation": prepared,
+def _cells(
+    grid: Grid,
+    variant: Variant,
+    models: dict[str, tuple[Checkpoint, dict[str, Any]]],
+    tasks: dict[tuple[str, str], TaskIdentity],
+) -> Iterator[Cell]:
+    """Yield a variant's cells; `models` and `tasks` are those that are known, by the arguments that load the model."""
+    chat = bool(grid.apply_chat_template)
+    prepare = {name: with_chat_template(name, settings, chat) for name, settings in variant.prepare.items()}
+    variant = replace(variant, prepare=prepare)
+    arguments = Arguments.of(without_server(variant.model_args))
+    loading = arguments.loading
+    loading_key = digest({name: str(value) for name, value in loading.items()})
+    if loading_key not in models:
+        checkpoint = Checkpoint(loading)
+        models[loading_key] = checkpoint, ModelIdentity.of_checkpoint(checkpoint).to_json()
+    checkpoint, model = models[loading_key]
+    engine = _engine(variant, arguments, checkpoint)
+    computation = _computation(variant, arguments, checkpoint, engine, grid.batch_size)
+    identity = _variant_identity(variant, arguments, checkpoint, model)
+    template = checkpoint.chat_template(grid.apply_chat_template)
+    model_digest = digest([model, computation] if computation else model)
+    answers = f"{Path(str(arguments.pretrained)).name}-{model_digest[:8]}"
+    for grid_task in grid.tasks:
+        if (loading_key, grid_task.name) not in tasks:
+            tasks[loading_key, grid_task.name] = identify(task_manager({**loading, **grid.metadata}), grid_task)
+        task = tasks[loading_key, grid_task.name]
+        random: dict[str, Any] = {"seed": variant.seed} if task.draws else {}
+        random |= {"engine": engine} if task.samples else {}  # engines draw different random numbers
+        prompts = {"system": grid.system_instruction or "", "multiturn": chat}
+        cell_identity = {
+            **identity,
+            **computation,
+            "task": {"tasks": task.content, **prompts},
+            "template": template,
+            "drawn": random,
+            "versions": versions(variant.served),
         }
+        limit = grid_task.limit
+        yield Cell(
+            key=digest(cell_identity),
+            costs=digest({**identity, **computation} if variant.served else identity),  # a server's are unknown
+            variant=variant,
+            task=grid_task,
+            evaluation={
+                "tasks": [grid_task.task],
+                "limit": limit if limit is None or limit < 1 else int(limit),
+                "num_fewshot": grid_task.num_fewshot,
+                "gen_kwargs": dict(grid_task.gen_kwargs),
+                "system_instruction": grid.system_instruction,
+                "apply_chat_template": grid.apply_chat_template,
+                "fewshot_as_multiturn": chat,  # the default of lm-eval's command
+            },
+            metadata=dict(grid.metadata),
+            identity=cell_identity,
+            prepared=identity["preparation"].get("key", ""),
+            answers="/".join(re.sub(r"[^\w.-]", "_", part) for part in (answers, grid_task.name)),
+            batch_size=grid.batch_size,
+            device=grid.device,
+            engine=engine,
+            measurable=not (variant.served or arguments.router or checkpoint.config.is_encoder_decoder),
+        )
 
 
-def _evaluation(task: GridTask, grid: Grid) -> dict[str, Any]:
+def _variant_identity(
+    variant: Variant, arguments: Arguments, checkpoint: Checkpoint, model: dict[str, Any]
+) -> dict[str, Any]:
+    router_arguments = {name: variant.model_args[name] for name in ROUTER_ARGUMENTS if name in variant.model_args}
+    interventions: list[Any] = [intervention.identity(checkpoint.map) for intervention in arguments.interventions]
+    if interventions:
+        interventions.append(digest(checkpoint.map.signature()))
+    prepared: dict[str, Any] = {}
+    for name, settings in variant.prepare.items():
+        preparation = make_preparation(name, settings)
+        preparation.check(checkpoint.map)
+        prepared = {"name": name, **preparation.identity(), "seed": variant.seed, "versions": versions(served=False)}
+        prepared["key"] = digest([model, prepared])
     return {
-        "tasks": [task.task],
-        "limit": task.limit if task.limit is None or task.limit < 1 else int(task.limit),
-        "num_fewshot": task.num_fewshot,
-        "gen_kwargs": dict(task.gen_kwargs),
-        "system_instruction": grid.system_instruction,
-        "apply_chat_template": grid.apply_chat_template,
-        "fewshot_as_multiturn": bool(grid.apply_chat_template),  # the default of lm-eval's command
+        "model": model,
+        "interventions": interventions,
+        "router": {name: argument_identity(name, value) for name, value in router_arguments.items()},
+        "preparation": prepared,
     }
 
 

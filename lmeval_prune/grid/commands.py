@@ -34,12 +34,12 @@ def run(
     from lmeval_prune.grid.configuration import Grid
 
     parsed = Grid.read(grid)
+    from lmeval_prune.grid.ray_runner import RayRunner
     from lmeval_prune.grid.run import run as run_grid
-    from lmeval_prune.grid.runners import LocalRunner, RayRunner
 
     logging.basicConfig(format="%(message)s")
     logging.getLogger("lmeval_prune.grid").setLevel(logging.INFO)
-    job_runner = LocalRunner() if runner == "here" else RayRunner(ray_address, cpus, gpus, memory)
+    job_runner = None if runner == "here" else RayRunner(ray_address, cpus, gpus, memory)
     summary = run_grid(parsed, output, job_runner, retry_failed)
     for variant, task, reason in summary.failed:
         print(f"failed: {variant} on {task}: {reason}")
@@ -58,7 +58,6 @@ def compare(
     baseline: str | None = None,
     output: str | None = None,
     without_texts: tuple[str, ...] = (),
-    lm_eval: str | None = None,
     seed: int = 0,
 ) -> int:
     """Compare a grid's variants with a baseline, question by question, in tables and on a page.
@@ -68,20 +67,14 @@ def compare(
         baseline: name of a variant (default: the grid's baseline, else its first variant)
         output: folder for the tables and the page (default: `compare` in the grid's folder)
         without_texts: tasks whose questions and answers are left out of the page, for licences that forbid publishing
-        lm_eval: folder for the results in lm-eval's own layout, for its visualisers
         seed: seed of the tests
     """
-    from lmeval_prune.artefacts import output_lock
-    from lmeval_prune.grid.folder import GridFolder
-    from lmeval_prune.grid.report import write, write_lm_eval
-    from lmeval_prune.reporting.documents import printable
+    from pathlib import Path
 
-    with output_lock(output or GridFolder(folder).path / "compare"):
-        table, notes, paths = write(folder, baseline, output, seed, without_texts)
-    if lm_eval:
-        paths.append(write_lm_eval(folder, lm_eval))
-    print(table)
-    for note in notes:
-        print(f"note: {printable(note)}")
-    print(*paths, sep="\n")
-    return 0
+    from lmeval_prune.artefacts import output_lock
+    from lmeval_prune.comparison.commands import write_report
+    from lmeval_prune.grid.comparison import compare as compare_grid
+
+    target = Path(output or Path(folder) / "compare")
+    with output_lock(target):
+        return write_report(compare_grid(folder, baseline, seed), target, without_texts)

@@ -1,170 +1,113 @@
-"""Compare a grid's variants with a baseline, question by question."""
+"""Compare a grid's variants with a baseline: a run of each variant, with its measured costs and distances."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
-
+from lmeval_prune.artefacts import read_json
+from lmeval_prune.comparison.compare import compare_runs
 from lmeval_prune.comparison.costs import pareto_fronts
-from lmeval_prune.comparison.metrics import known_metrics
 from lmeval_prune.comparison.report import DISTANCE
-from lmeval_prune.comparison.rows import Comparison, Row, rows_of
-from lmeval_prune.comparison.tables import Table, pooled, read_table
+from lmeval_prune.comparison.results_files import ResultsFile
+from lmeval_prune.comparison.rows import Comparison
+from lmeval_prune.comparison.runs import Run
 from lmeval_prune.distance.summary import summarize
 from lmeval_prune.errors import InputError
-from lmeval_prune.grid.folder import GridFolder, check_name
-from lmeval_prune.grid.outcomes import read_answers, read_lengths, read_outcomes, read_results, read_text_keys
-from lmeval_prune.grid.selection import selection_questions
+from lmeval_prune.grid.folder import GridFolder, check_name, reason_missing
 from lmeval_prune.models.lengths import cut_off_note, merge_lengths
 
-ADVICE = "run the grid with `metric: NAME` for the task"
+Entries = Mapping[tuple[str, str], dict[str, Any]]  # of `grid.json`, by variant and task
 
 
 def compare(path: str | Path, baseline: str | None = None, seed: int = 0) -> Comparison:
     """Compare the cells that are done with a baseline, by default the grid's baseline, else its first variant."""
     folder = GridFolder(path)
-    contents = folder.read()
+    contents, failures = folder.read(), folder.failures()
     cells = {(entry["variant"], entry["task"]): entry for entry in contents["cells"]}
-    variants, tasks = (list(dict.fromkeys(names)) for names in zip(*cells, strict=True))
-    baseline = baseline or contents["baseline"] or variants[0]
-    check_name("baseline", baseline, variants)
-    done = {names: entry for names, entry in cells.items() if folder.has_cell(entry["key"])}
-    tables = _tables(folder, done, variants, tasks, baseline)
-    selected, selection_notes = _selected_on(folder, done, variants, tables)
-    all_tasks, pooling_notes = pooled(tables, variants)
-    tables |= all_tasks
-    rows = rows_of(tables, baseline, seed)
-    for row in rows.values():
-        row.chosen_on = sum(text in selected[row.variant] for text in _texts(tables[row.task]))
-    length_notes = _add_lengths(folder, rows, done)
-    distance_notes = _add_distances(folder, rows, done)
-    costs = _costs(folder, cells, variants)
-    gains: dict[str, dict[str, float]] = {task: {} for task in tables}
-    for row in rows.values():
+    variants = list(dict.fromkeys(variant for variant, _ in cells))
+    base = baseline or contents["baseline"] or variants[0]
+    check_name("baseline", base, variants)
+    done = {names: entry for names, entry in cells.items() if folder.place("evaluate", entry["key"]).exists()}
+    tasks = [task for variant, task in done if variant == base]
+    if not tasks:
+        raise InputError(f"no cell of the baseline {base!r} is done; finish `lmeval-prune grid run` first")
+    files = {names: ResultsFile(folder.results(entry["key"]), names[1]) for names, entry in done.items()}
+    runs = []
+    for variant in dict.fromkeys((base, *variants)):
+        if own := [files[variant, task] for task in tasks if (variant, task) in files]:
+            runs.append(Run(variant, own))
+    metrics = {task: entry["metric"] for (_, task), entry in cells.items() if entry["metric"]}
+    measured, notes = _measured(folder, files, done, failures)
+    comparison = compare_runs(
+        runs, metric=metrics, allow_different=("prompts", "settings"), seed=seed, measured=measured
+    )
+    costs = {run.name: dict[str, Any]() for run in runs}
+    for (variant, _), entry in cells.items():
+        if variant in costs:
+            costs[variant] = costs[variant] or folder.costs(entry["costs"])
+    gains: dict[str, dict[str, float]] = {task: {} for task in comparison.tables}
+    for row in comparison.rows.values():
         gains[row.task][row.variant] = -row.mean if row.lower_is_better else row.mean
-    hooked = [
-        variant
-        for (variant, _), entry in cells.items()
-        if {"heads", "mask", "plan"} & entry["model_args"].keys() or entry["prepare"]
-    ]
-    return Comparison(
+    notes = [*_mark_selected(folder, comparison, done), *comparison.notes, *notes]
+    hooked = [v for (v, _), e in cells.items() if {"heads", "mask", "plan"} & e["model_args"].keys() or e["prepare"]]
+    return replace(
+        comparison,
         title=contents["title"],
-        baseline=baseline,
-        variants=variants,
-        tables=tables,
-        rows=rows,
-        answers=lambda variant, task: read_answers(folder.cell(done[variant, task]["key"])),
         costs=costs,
-        fronts={task: pareto_fronts(costs, gains[task]) for task in tables},
-        missing=[
-            (*names, folder.failure(cells[names]["key"]) or "not run yet") for names in cells if names not in done
-        ],
+        fronts={task: pareto_fronts(costs, own) for task, own in gains.items()},
+        missing=[(*names, reason_missing(entry, failures)) for names, entry in cells.items() if names not in done],
         commands={names: entry["command"] for names, entry in cells.items()},
         hooked=list(dict.fromkeys(hooked)),
-        notes=list(dict.fromkeys([*selection_notes, *pooling_notes, *length_notes, *distance_notes])),
+        notes=list(dict.fromkeys(notes)),
     )
 
 
-def _costs(folder: GridFolder, cells: Mapping[tuple[str, str], Any], variants: Sequence[str]) -> dict[str, Any]:
-    costs: dict[str, dict[str, Any]] = {name: {} for name in variants}
-    for (variant, _), entry in cells.items():
-        costs[variant] = costs[variant] or folder.costs(entry["costs"]) or {}
-    return costs
+def _measured(
+    folder: GridFolder, files: Mapping[tuple[str, str], ResultsFile], done: Entries, failures: Mapping[str, str]
+) -> tuple[dict[tuple[str, str], dict[str, Any]], list[str]]:
+    """Return the lengths of answers and the distances, as fields of rows, and notes on many cut-off answers and on
+    what is not or otherwise measured.
+    """
+    measured: dict[tuple[str, str], dict[str, Any]] = {}
+    notes = []
+    for (variant, task), entry in done.items():
+        fields = measured[variant, task] = {}
+        if parts := list((files[variant, task].config.get("pruning") or {}).get("answers", {}).values()):
+            lengths = merge_lengths(parts)
+            fields |= {name: lengths[name] for name in ("cut_off", "mean_tokens")}
+            if reason := cut_off_note(lengths):
+                notes.append(f"{variant} on {task}: {reason}")
+        key = entry.get("distance", "")
+        if reason := entry.get("no_distance"):
+            notes.append(f"{variant}: its distance is not measured: {reason}")
+        if origin := entry.get("distance_from"):
+            notes.append(f"{variant}: its distance is that of its checkpoint from the model of {origin}")
+        if key and folder.place("distance", key).exists():
+            summary = summarize(folder.distances(key))
+            fields |= {name: summary.get(name) for name in DISTANCE}
+        elif reason := failures.get(f"distance-{key}"):
+            notes.append(f"{variant} on {task}: its distance is not measured: {reason}")
+    return measured, notes
 
 
-# ---------------------------------------------------------------------- values
-
-
-def _tables(
-    folder: GridFolder, done: Mapping[tuple[str, str], Any], variants: list[str], tasks: list[str], baseline: str
-) -> dict[str, Table]:
-    """Read the tasks for which the baseline's cell is done."""
-    tables = {}
-    for task in tasks:
-        if (baseline, task) in done:
-            entries = {name: done[name, task] for name in variants if (name, task) in done}
-            paths = {name: folder.cell(entry["key"]) for name, entry in entries.items()}
-            base = read_outcomes(paths[baseline])
-            outcomes = {name: partial(read_outcomes, path) for name, path in paths.items()}
-            outcomes[baseline] = partial(pd.DataFrame, base)
-            tables[task] = read_table(
-                task,
-                baseline,
-                outcomes,
-                known_metrics(base, read_results(paths[baseline]), paths[baseline]),
-                read_text_keys(paths[baseline]),
-                entries[baseline]["metric"],
-                ADVICE,
-            )
-    if not tables:
-        raise InputError(f"no cell of the baseline {baseline!r} is done; finish `lmeval-prune grid run` first")
-    return tables
-
-
-# ---------------------------------------------------------------------- selection and lengths
-
-
-def _selected_on(
-    folder: GridFolder, done: Mapping[tuple[str, str], Any], variants: Sequence[str], tables: Mapping[str, Table]
-) -> tuple[dict[str, set[str]], list[str]]:
-    """Return the texts of questions that each variant was selected on, and notes on unknown ones."""
-    texts_of: dict[str, set[str]] = {}  # by names of tasks, and of the parts of groups
-    for name, table in tables.items():
-        texts_of.setdefault(name, set()).update(_texts(table))
-        for (task, _, _), text in zip(table.questions, _texts(table), strict=True):
-            texts_of.setdefault(task, set()).add(text)
-    selected: dict[str, set[str]] = {name: set() for name in variants}
+def _mark_selected(folder: GridFolder, comparison: Comparison, done: Entries) -> list[str]:
+    """Count in each row the questions that its variant was selected on, and return notes on unknown ones."""
+    texts = {task: [key.partition("/")[0] for key in table.texts] for task, table in comparison.tables.items()}
+    selected: dict[str, set[str]] = {name: set() for name in comparison.variants}
     notes = []
     for (variant, _), entry in done.items():
-        texts, unavailable = selection_questions(folder, entry)
-        selected[variant] |= texts.union(*(texts_of.get(task, set()) for task in entry["selected_on"]))
-        notes += [f"{variant}: {name} is missing or has changed; its questions are unknown" for name in unavailable]
-        notes += [
-            f"{variant}: selected on {task}, which is not compared here; its questions are unknown"
-            for task in entry["selected_on"]
-            if task not in texts_of
-        ]
-    return selected, notes
-
-
-def _texts(table: Table) -> list[str]:
-    return [key.partition("/")[0] for key in table.texts]
-
-
-def _add_lengths(
-    folder: GridFolder, rows: Mapping[tuple[str, str], Row], done: Mapping[tuple[str, str], Any]
-) -> list[str]:
-    """Add the lengths of answers to the rows of single tasks, and return notes on many cut-off answers."""
-    notes = []
-    for names, row in rows.items():
-        if names in done and (parts := read_lengths(folder.cell(done[names]["key"]))):
-            lengths = merge_lengths(parts)
-            row.cut_off, row.mean_tokens = lengths["cut_off"], lengths["mean_tokens"]
-            if reason := cut_off_note(lengths):
-                notes.append(f"{row.variant} on {row.task}: {reason}")
-    return notes
-
-
-def _add_distances(
-    folder: GridFolder, rows: Mapping[tuple[str, str], Row], done: Mapping[tuple[str, str], Any]
-) -> list[str]:
-    """Add the measured distances to the rows of single tasks; return notes on what is not or otherwise measured."""
-    notes = []
-    for names, row in rows.items():
-        entry = done.get(names, {})
-        key = entry.get("distance")
-        if reason := entry.get("no_distance"):
-            notes.append(f"{row.variant}: its distance is not measured: {reason}")
-        if origin := entry.get("distance_from"):
-            notes.append(f"{row.variant}: its distance is that of its checkpoint from the model of {origin}")
-        if key and folder.has_distances(key):
-            summary = summarize(folder.distances(key))
-            for name in DISTANCE:
-                setattr(row, name, summary.get(name))
-        elif key and (reason := folder.failure(key)):
-            notes.append(f"{row.variant} on {row.task}: its distance is not measured: {reason}")
+        if variant not in selected:
+            continue
+        cell = read_json(folder.place("evaluate", entry["key"]) / "cell.json")
+        selected[variant].update(cell.get("selected_questions", ()))
+        for name in entry["selected_on"]:
+            tasks = [task for task in texts if task == name or task.endswith(f"::{name}")]
+            selected[variant].update(text for task in tasks for text in texts[task])
+            if not tasks:
+                notes.append(f"{variant}: selected on {name}, which is not compared here; its questions are unknown")
+    for row in comparison.rows.values():
+        row.chosen_on = sum(text in selected[row.variant] for text in texts[row.task])
     return notes

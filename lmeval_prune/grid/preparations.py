@@ -10,16 +10,19 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
-from lmeval_prune.config import Settings, to_plain_json
+from annotated_types import Interval
+
+from lmeval_prune.config import Seed, Settings, to_plain_json
+from lmeval_prune.interventions import HeadMask
 from lmeval_prune.registry import Registry, class_record
 
 PREPARATIONS = Registry(
     group="lmeval_prune.preparations",
     setting="preparation",
     own={
-        "random_heads": "lmeval_prune.grid.random_heads:RandomHeads",
+        "random_heads": "lmeval_prune.grid.preparations:RandomHeads",
         "prune": "lmeval_prune.grid.prune:Prune",
     },
 )
@@ -58,6 +61,36 @@ class Preparation(Settings, ABC):
     def identity(self) -> dict[str, Any]:
         """Return everything that the result depends on besides the model, as a JSON value."""
         return {**class_record(type(self)), "settings": self.settings(), "version": self.version}
+
+
+@dataclass(frozen=True)
+class RandomHeads(Preparation):
+    """A mask of a random share of a model's heads, which keeps at least one head of each layer.
+
+    It is the control for any selection of heads.
+
+    Attributes:
+        share: share of all heads, rounded to a whole number of heads.
+        seed: seed of the draw.
+    """
+
+    share: Annotated[float, Interval(gt=0, lt=1)]
+    seed: Seed = 0
+
+    def make(self, lm: Any, folder: Path) -> None:
+        """Draw heads and write their mask."""
+        self._draw(lm.model_map).save(folder / "mask.json", lm.model_map)
+
+    def check(self, model_map: Any) -> None:
+        """Refuse a share that leaves too few heads, or none; see `Preparation.check`."""
+        self._draw(model_map)
+
+    def _draw(self, model_map: Any) -> HeadMask:
+        return HeadMask.random(round(self.share * model_map.total_heads), self.seed, model_map)
+
+    def model_args(self, folder: Path) -> dict[str, Any]:
+        """Return the mask."""
+        return {"mask": str(folder / "mask.json")}
 
 
 def with_chat_template(name: str, settings: dict[str, Any], apply_chat_template: bool) -> dict[str, Any]:

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import random
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lm_eval.evaluator_utils import get_sample_size
 
-from lmeval_prune.artefacts import digest
+from lmeval_prune.artefacts import digest, without_addresses
 from lmeval_prune.models import generation
 from lmeval_prune.tasks.code import code_digest
 from lmeval_prune.tasks.loading import load_tasks
@@ -29,53 +26,47 @@ IGNORED_FIELDS = {
 }
 
 
-@dataclass(frozen=True)
-class TaskIdentity:
+class TaskIdentity(NamedTuple):
     """Everything that the prompts and scores of a task, or of the tasks of a group, depend on."""
 
-    content: dict[str, Any]  # JSON value by task name
+    content: dict[str, str]  # digests by task name
     draws: bool  # exemplars or answers are drawn at random
     samples: bool  # answers are sampled
 
-    @classmethod
-    def of(cls, manager: TaskManager, grid_task: GridTask) -> TaskIdentity:
-        """Load a task and identify it."""
-        content: dict[str, Any] = {}
-        draws = samples = False
-        for name, task in sorted(load_tasks(manager, [grid_task.task]).items()):
-            _configure(task, grid_task)
-            config = task.dump_config()
-            shots = task.get_config("num_fewshot") or 0
-            generates = task.get_config("output_type") == "generate_until"
-            samples |= generates and generation.is_sampling(config["generation_kwargs"])
-            draws |= samples or bool(shots)
-            exemplars = exemplars_of(task)
-            questions = list(_first_documents(task.eval_docs, get_sample_size(task, grid_task.limit)))
-            content[name] = {
-                "class": f"{type(task).__module__}.{type(task).__qualname__}",
-                "version": str((config.get("metadata") or {}).get("version", "")),
-                "config": _digest(_identifying_fields(config)),
-                "code": code_digest(task, _identifying_fields(vars(task.config))),
-                "questions": _digest([*questions, *_build_questions(task, questions)]),
-                "exemplars": _digest([*exemplars, *_build_questions(task, exemplars)]),
-            }
-        return cls(content, draws, samples)
+
+def identify(manager: TaskManager, grid_task: GridTask) -> TaskIdentity:
+    """Load a task and identify it."""
+    content: dict[str, str] = {}
+    draws = samples = False
+    for name, task in sorted(load_tasks(manager, [grid_task.task]).items()):
+        _configure(task, grid_task)
+        config = task.dump_config()
+        generates = task.get_config("output_type") == "generate_until"
+        samples |= generates and generation.is_sampling(config["generation_kwargs"])
+        draws |= samples or bool(task.get_config("num_fewshot"))
+        documents, count = task.eval_docs, get_sample_size(task, grid_task.limit)
+        questions = [documents[i] for i in range(len(documents) if count is None else min(count, len(documents)))]
+        content[name] = _digest([*_parts(task), (config.get("metadata") or {}).get("version"), questions])
+    return TaskIdentity(content, draws, samples)
 
 
 @cache
 def training_digest(name: str) -> str:
-    """Return a digest of a task's configuration, and of its training problems and exemplars with prompts and answers.
+    """Return a digest of a task's configuration, code, training problems and exemplars.
 
     It is computed once for a grid: `cells_of` clears the cache.
     """
     task, documents = training_documents(name)
-    fields = _identifying_fields(task.dump_config())
-    parts = [documents, *filter(None, [exemplars_of(task)])]
-    return _digest([fields, *(value for part in parts for value in (part, _build_questions(task, part)))])
+    return _digest([*_parts(task), documents])
 
 
-def _identifying_fields(config: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in config.items() if key not in IGNORED_FIELDS}
+def _parts(task: Any) -> list[Any]:
+    """Return what the prompts and scores of a task depend on besides its documents."""
+    config, fields = (
+        {k: v for k, v in d.items() if k not in IGNORED_FIELDS} for d in (task.dump_config(), vars(task.config))
+    )
+    kind = f"{type(task).__module__}.{type(task).__qualname__}"
+    return [kind, config, code_digest(task, fields), exemplars_of(task)]
 
 
 def _configure(task: Any, grid_task: GridTask) -> None:
@@ -89,34 +80,8 @@ def _configure(task: Any, grid_task: GridTask) -> None:
         task.set_config(key="num_fewshot", value=0)
 
 
-def _build_questions(task: Any, docs: list[Any]) -> list[Any]:
-    names = ["doc_to_text", "doc_to_target", *(["doc_to_choice"] if task.get_config("doc_to_choice") else [])]
-    state = random.getstate()
-    try:
-        random.seed(0)  # so that a prompt's random parts do not change the identity
-        return [_build_part(getattr(task, name), doc) for doc in docs for name in names]
-    finally:
-        random.setstate(state)
-
-
-def _build_part(build: Callable[[Any], Any], doc: Any) -> Any:
-    """Return a prompt, target or list of choices; if the task cannot build it, the name of the error."""
-    try:
-        return build(doc)
-    except Exception as error:  # some types of tasks lack a part
-        return type(error).__name__
-
-
-def _first_documents(values: Any, count: int | None) -> Iterator[Any]:
-    for index in range(len(values) if count is None else min(count, len(values))):
-        yield values[index]
-
-
 def _digest(value: Any) -> str:
-    return digest(json.loads(json.dumps(value, default=_name_of)))
+    def as_text(part: Any) -> str:
+        return getattr(part, "__qualname__", None) or without_addresses(str(part))
 
-
-def _name_of(value: Any) -> str:
-    """Name a value that has no JSON form, without its memory address."""
-    kind = type(value) if type(value).__str__ is object.__str__ else None
-    return getattr(value, "__qualname__", None) or (kind.__qualname__ if kind else str(value))
+    return digest(json.loads(json.dumps(value, default=as_text)))

@@ -1,4 +1,4 @@
-"""Run jobs of a grid in one process: load models, make preparations, and evaluate cells with lm-eval."""
+"""Make results of a grid in one process: load models, make preparations, evaluate cells with lm-eval, and measure."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import gc
 import logging
 import time
 import traceback
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
@@ -21,47 +21,39 @@ from lmeval_prune.artefacts import new_folder
 from lmeval_prune.distance.texts import RecordingLM, check_tokenizers, record_requests
 from lmeval_prune.distance.variants import measure as measure_distances
 from lmeval_prune.errors import InputError, disk_error, first_line
+from lmeval_prune.grid.cell_folder import write_cell, write_distances
 from lmeval_prune.grid.cells import Cell, versions
-from lmeval_prune.grid.distances import distance_key, to_table
-from lmeval_prune.grid.folder import GridFolder, measurement_key
+from lmeval_prune.grid.folder import GridFolder, Item
 from lmeval_prune.grid.measures import measure
-from lmeval_prune.grid.outcomes import write_cell
 from lmeval_prune.grid.preparations import make_preparation
 from lmeval_prune.interventions import HeadMask, combined
 from lmeval_prune.models.arguments import Arguments
 from lmeval_prune.models.checkpoint import Checkpoint
 from lmeval_prune.models.pruned_server import PrunedServerLM
 from lmeval_prune.models.server_options import without_server
-from lmeval_prune.profiling.speed import peak_memory_of_process
 
 logger = logging.getLogger(__name__)
 DONE, FAILED, BUSY = "done", "failed", "busy"
+# lm-eval collects the environment for each results file, which takes seconds of CPU time: once per process is enough
+collect_env.get_pretty_env_info = cache(collect_env.get_pretty_env_info)
 
 
 @dataclass(frozen=True)
 class Result:
-    """Result of a cell, of a preparation, or of a measurement of costs."""
+    """What became of an item."""
 
-    key: str  # key of the cell or the preparation; `measurement_key(...)` for a measurement
+    item: Item
     state: str  # `DONE`, `FAILED`, or `BUSY`: another process holds the lock
     reason: str = ""  # of the failure
 
 
 @dataclass(frozen=True)
 class Job:
-    """Work for one process: variants of one model on one task to evaluate, or one cell's preparation."""
+    """Items of one kind for one process: variants of one model on one task, or a single item."""
 
     folder: str  # of the grid
-    cells: tuple[Cell, ...]
-    prepares: bool = False  # make the cell's preparation, do not evaluate it
-    measures: bool = False  # measure the costs of variants without costs, also of cells that are done
-    distance: int = 0  # if not 0: do not evaluate; measure distances on this number of documents
-    origin: Cell | None = None  # cell from whose model distances are measured; None: each from its own
-
-    @property
-    def distance_keys(self) -> list[str]:
-        """Return the keys of the distances of the job's cells."""
-        return [distance_key(cell, self.distance, self.origin or cell) for cell in self.cells]
+    items: tuple[Item, ...]
+    documents: int = 0  # of a task, to measure distances on
 
 
 class VariantLM(RecordingLM):
@@ -102,34 +94,37 @@ class ServedLM(PrunedServerLM):
         return [*super().record_key, self.options.model]
 
 
-class LoadedModel:
-    """The model of a process. Loading another one replaces it."""
+class Worker:
+    """Makes the items of jobs with the model of this process; loading another model replaces it."""
 
     def __init__(self) -> None:
         self.lm: VariantLM | ServedLM | None = None
-        self._key: Any = None
+        self._loaded: Any = None  # what identifies the model
 
-    def configure(self, arguments: Arguments, identity: dict[str, Any] | None) -> VariantLM:
-        """Apply other arguments to the loaded model, or load another one; `identity` is that of its files."""
-        key = {name: str(value) for name, value in arguments.loading.items()}, identity
-        if isinstance(self.lm, VariantLM) and self._key == key:
-            self.lm.job_masks = ()
-            self.lm.reconfigure(arguments)
-            return self.lm
-        self.close()
-        self.lm = lm = VariantLM(arguments)
-        self._key = key
-        return lm
-
-    def connect(self, model_args: dict[str, Any], record_path: Path) -> ServedLM:
-        """Connect to the servers of a variant."""
-        self.close()
-        self.lm = lm = ServedLM(record_path, **model_args)
-        return lm
+    def run(self, job: Job) -> Iterator[Result]:
+        """Yield the result of each of a job's items that another process does not make."""
+        self.folder = GridFolder(job.folder)
+        with ExitStack() as locks:
+            open_items: list[Item] = []
+            for item in job.items:
+                if not locks.enter_context(self.folder.lock(item)):
+                    yield Result(item, BUSY)
+                elif self.folder.place(item.kind, item.key).exists():
+                    yield Result(item, DONE)
+                else:
+                    open_items.append(item)
+            if job.items[0].kind == "evaluate":
+                masks = self._masks(open_items)
+                for item in open_items:
+                    yield from self._attempt([item], partial(self._evaluate, item.cell, masks))
+                    masks = ()  # the first cell has answered the requests with all masks
+            elif open_items:
+                make = {"prepare": self._prepare, "measure": self._measure, "distance": self._distances}
+                yield from self._attempt(open_items, partial(make[job.items[0].kind], open_items, job.documents))
 
     def close(self) -> None:
         """Free the model."""
-        lm, self.lm, self._key = self.lm, None, None
+        lm, self.lm, self._loaded = self.lm, None, None
         if lm is not None:
             with suppress(Exception):  # its constructor may have failed
                 lm.close()
@@ -138,254 +133,135 @@ class LoadedModel:
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
-
-@dataclass(frozen=True)
-class _Task:
-    cell: Cell
-    model_args: dict[str, Any]
-    arguments: Arguments
-
-    @classmethod
-    def of(cls, cell: Cell, folder: GridFolder) -> _Task:
-        model_args = cell.model_args(folder.prepared)
-        return cls(cell, model_args, Arguments.of(without_server(model_args)))
-
-
-class Worker:
-    """Runs a job with the model of this process."""
-
-    def __init__(self, job: Job, loaded: LoadedModel) -> None:
-        self.job, self.loaded, self.folder = job, loaded, GridFolder(job.folder)
-
-    def run(self) -> Iterator[Result]:
-        """Yield the result of each of the job's cells."""
-        if self.job.prepares:
-            yield self._prepare(self.job.cells[0])
-        elif self.job.distance:
-            yield from self._measure_distances()
+    def _attempt(self, items: Sequence[Item], make: Callable[[], None]) -> Iterator[Result]:
+        """Make items together; a failure is recorded for each, but a full disk ends the run."""
+        try:
+            make()
+        except Exception as error:
+            if full_disk := disk_error(error, self.folder.path):
+                raise full_disk from error
+            reason = str(error).partition("\n")[0] if isinstance(error, InputError) else first_line(error)
+            for item in items:
+                self.folder.record_failure(item.name, reason, traceback.format_exc())
+                yield Result(item, FAILED, reason)
+            self.close()  # its state is unknown
         else:
-            yield from self._evaluate_all()
+            for item in items:
+                self.folder.clear_failure(item.name)
+                yield Result(item, DONE)
 
     # ------------------------------------------------------------------ models
 
-    def _load(self, task: _Task, responses: str | None = None) -> VariantLM | ServedLM:
+    def _arguments(self, cell: Cell) -> Arguments:
+        return Arguments.of(without_server(cell.model_args(self.folder.prepared)))
+
+    def _load(self, cell: Cell, arguments: Arguments, responses: str | None = None) -> VariantLM | ServedLM:
         """Load a cell's variant; its model must be the one that the cell's hash identifies."""
-        cell = task.cell
-        computing = _computing(cell)
         torch.manual_seed(cell.variant.seed)
         if cell.variant.served:
+            self.close()
             stored = {"responses": responses} if responses else {}
-            return self.loaded.connect({**task.model_args, **computing, **stored}, self.folder.servers)
-        arguments = replace(task.arguments, others={**task.arguments.others, **computing}, responses=responses)
+            model_args = {**cell.model_args(self.folder.prepared), **_computing(cell), **stored}
+            self.lm = ServedLM(self.folder.servers, **model_args)
+            return self.lm
+        arguments = replace(arguments, others={**arguments.others, **_computing(cell)}, responses=responses)
         is_prepared = arguments.pretrained != cell.variant.model_args["pretrained"]
-        return self.loaded.configure(arguments, None if is_prepared else cell.identity["model"])
+        identity = None if is_prepared else cell.identity["model"]
+        key = {name: str(value) for name, value in arguments.loading.items()}, identity
+        if isinstance(self.lm, VariantLM) and self._loaded == key:
+            self.lm.job_masks = ()
+            self.lm.reconfigure(arguments)
+        else:
+            self.close()
+            self.lm = VariantLM(arguments)
+            self._loaded = key
+        return self.lm
 
-    # ------------------------------------------------------------------ preparations
-
-    def _prepare(self, cell: Cell) -> Result:
-        key = cell.prepared
-        with self.folder.lock(key) as is_held:
-            if not is_held:
-                return Result(key, BUSY)
+    def _masks(self, items: Sequence[Item]) -> tuple[HeadMask | None, ...]:
+        """Return the masks that can be decoded in one batch (None: no masked head); empty for fewer than two."""
+        masks: list[HeadMask | None] = []
+        for item in items:
             try:
-                if not self.folder.preparation(key).is_dir():
-                    ((name, settings),) = cell.variant.prepare.items()
-                    unpruned = Arguments.of(Arguments.of(cell.variant.model_args).loading)
-                    lm = self._load(_Task(cell, {}, unpruned))
-                    with new_folder(self.folder.preparation(key)) as folder:
-                        make_preparation(name, settings).make(lm, folder)
-            except Exception as error:
-                return self._failed(key, error)
-            self.folder.clear_failure(key)
-            return Result(key, DONE)
+                arguments = self._arguments(item.cell)
+            except InputError:  # the item fails on its own
+                continue
+            only_masks = all(isinstance(intervention, HeadMask) for intervention in arguments.interventions)
+            if only_masks and not arguments.router and arguments.engine == "batched" and arguments.deterministic:
+                (mask,) = combined(arguments.interventions) or (None,)
+                masks.append(mask)  # type: ignore[arg-type]
+        return tuple(masks) if len(masks) > 1 else ()
 
-    # ------------------------------------------------------------------ cells
+    # ------------------------------------------------------------------ what is made
 
-    def _evaluate_all(self) -> Iterator[Result]:
-        with ExitStack() as locks:
-            tasks: list[_Task] = []
-            for cell in self.job.cells:
-                if not locks.enter_context(self.folder.lock(cell.key)):
-                    yield Result(cell.key, BUSY)
-                elif self.folder.has_cell(cell.key):
-                    yield self._measure_done(cell)
-                else:
-                    try:
-                        tasks.append(_Task.of(cell, self.folder))
-                    except Exception as error:
-                        yield self._failed(cell.key, error)
-            masks = _masks([task.arguments for task in tasks])
-            for task in tasks:
-                key = task.cell.key
-                try:
-                    self._evaluate(task, masks)
-                    self.folder.clear_failure(key)
-                    if self.job.measures:
-                        self._measure(task.cell)
-                except Exception as error:
-                    yield self._failed(key, error)
-                else:
-                    yield Result(key, DONE)
-                masks = ()  # the first cell has answered the requests with all masks
+    def _prepare(self, items: Sequence[Item], _: int) -> None:
+        ((cell, key),) = [(item.cell, item.key) for item in items]
+        ((name, settings),) = cell.variant.prepare.items()
+        lm = self._load(cell, Arguments.of(Arguments.of(cell.variant.model_args).loading))
+        with new_folder(self.folder.place("prepare", key)) as folder:
+            make_preparation(name, settings).make(lm, folder)
 
-    def _evaluate(self, task: _Task, masks: tuple[HeadMask | None, ...]) -> None:
+    def _evaluate(self, cell: Cell, masks: tuple[HeadMask | None, ...]) -> None:
         """Evaluate a cell by lm-eval and write its folder; `masks` are those whose answers are computed together."""
-        cell, arguments = task.cell, task.arguments
+        arguments = self._arguments(cell)
         needs_order = any(intervention.needs_order for intervention in arguments.interventions)
         start = time.perf_counter()
-        lm = self._load(task, None if needs_order else str(self.folder.answers(cell.answers)))
+        lm = self._load(cell, arguments, None if needs_order else str(self.folder.answers(cell.answers)))
         loaded = time.perf_counter()
         store = lm.answering.store
         stored_before = len(store.responses) if store else 0
         if isinstance(lm, VariantLM):
             lm.job_masks = masks
         try:
-            with _environment_collected_once():
-                results = lm_eval.simple_evaluate(model=lm, **cell.evaluation_arguments(arguments.loading))
+            results = lm_eval.simple_evaluate(model=lm, **cell.evaluation_arguments(arguments.loading))
         except InputError:
             if not masks:
                 raise
             logger.info("the variants cannot share a pass; each is evaluated alone")
-            self._evaluate(task, ())
+            self._evaluate(cell, ())
             return
         assert results is not None
-        results["config"] |= {"model": cell.model, "model_args": task.model_args, "batch_size": cell.batch_size}
         ran = {
             "loading_seconds": loaded - start,
             "seconds": time.perf_counter() - loaded,
             "answers_computed": len(store.responses) - stored_before if store else None,
             "variants_in_this_pass": len(masks) or 1,
-            "peak_rss_bytes_of_the_process": peak_memory_of_process(),
             "threads": torch.get_num_threads(),
-            "ended": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             "versions": {**versions(cell.variant.served), "torch": torch.__version__},
         }
-        with self.folder.new_cell(cell.key) as folder:
-            write_cell(folder, {**cell.to_json(task.model_args), "ran": ran}, results)
+        write_cell(self.folder, cell, lm, results, ran)
 
-    # ------------------------------------------------------------------ costs
+    def _measure(self, items: Sequence[Item], _: int) -> None:
+        for item in items:
+            lm = self._load(item.cell, self._arguments(item.cell))
+            self.folder.write_costs(item.key, measure(lm))
 
-    def _measure_done(self, cell: Cell) -> Result:
-        """Measure the variant of a done cell if its costs are missing, e.g. because an earlier run was killed."""
-        if not (self.job.measures and self.folder.needs_costs(cell.costs)):
-            return Result(cell.key, DONE)
-        key = measurement_key(cell.costs)
-        try:
-            self._load(_Task.of(cell, self.folder))
-            return Result(key, self._measure(cell), self.folder.failure(key) or "")
-        except Exception as error:
-            return self._failed(key, error)
-
-    def _measure(self, cell: Cell) -> str:
-        """Measure the loaded variant unless its costs are known; a failure is recorded for the costs, not the cell."""
-        key, lm = cell.costs, self.loaded.lm
-        assert isinstance(lm, VariantLM)
-        with self.folder.lock(measurement_key(key)) as is_held:
-            if not is_held:
-                return BUSY
-            if not self.folder.needs_costs(key):
-                return DONE
-            if lm.arguments.router or lm.backend != "causal":
-                reason = "a router applies several models" if lm.arguments.router else "the model is not causal"
-                self.folder.record_failure(measurement_key(key), f"its costs are not measured: {reason}", "")
-                return FAILED
-            try:
-                self.folder.write_costs(key, measure(lm))
-            except Exception as error:
-                self._raise_disk_error(error)
-                logger.warning("%s cannot be measured (%s)", cell.variant.name, first_line(error))
-                self.folder.record_failure(measurement_key(key), first_line(error), traceback.format_exc())
-                return FAILED
-        return DONE
-
-    # ------------------------------------------------------------------ distances
-
-    def _measure_distances(self) -> Iterator[Result]:
-        with ExitStack() as locks:
-            cells: dict[str, Cell] = {}
-            for key, cell in zip(self.job.distance_keys, self.job.cells, strict=True):
-                if not locks.enter_context(self.folder.lock(key)):
-                    yield Result(key, BUSY)
-                elif self.folder.has_distances(key):
-                    yield Result(key, DONE)
-                else:
-                    cells[key] = cell
-            try:
-                self._write_distances(cells)
-            except Exception as error:
-                yield from [self._failed(key, error) for key in cells]
-            else:
-                yield from [Result(key, DONE) for key in cells]
-
-    def _write_distances(self, cells: dict[str, Cell]) -> None:
-        """Write the distances of cells of one task, by their keys, from one dense model."""
-        if not cells:
-            return
-        tasks = {key: _Task.of(cell, self.folder) for key, cell in cells.items()}
-        origin = self.job.origin or next(iter(cells.values()))
+    def _distances(self, items: Sequence[Item], documents: int) -> None:
+        """Write the distances of cells of one task from one dense model."""
+        origin = items[0].origin or items[0].cell
         loading = Arguments.of(origin.variant.model_args).loading
-        lm = self._load(_Task(origin, {}, _by_engine(loading)))
+        lm = self._load(origin, _by_engine(loading))
         assert isinstance(lm, VariantLM)
-        with _environment_collected_once():
-            requests = record_requests(lm, **origin.evaluation_arguments(loading, self.job.distance))
-        same_model = {key: task.arguments for key, task in tasks.items() if task.arguments.loading == loading}
-        others = {key: partial(_load_beside, task, loading) for key, task in tasks.items() if key not in same_model}
-        variants = {key: arguments.interventions for key, arguments in same_model.items()}
+        requests = record_requests(lm, **origin.evaluation_arguments(loading, documents))
+        variants, others = {}, {}
+        for item in items:
+            arguments = self._arguments(item.cell)
+            if arguments.loading == loading:
+                variants[item.key] = arguments.interventions
+            else:
+                others[item.key] = partial(self._load_beside, item.cell, arguments, loading)
         distances = measure_distances(lm, requests, variants, others)
-        for key in tasks:
-            self.folder.write_distances(key, to_table(distances.frame(key)))
+        for item in items:
+            write_distances(self.folder, item.key, distances.frame(item.key))
 
-    # ------------------------------------------------------------------ failures
-
-    def _raise_disk_error(self, error: Exception) -> None:
-        """Raise a `DiskError` on a full disk: it ends the run, and no cell is recorded as failed."""
-        if full_disk := disk_error(error, self.folder.path):
-            raise full_disk from error
-
-    def _failed(self, key: str, error: Exception) -> Result:
-        self._raise_disk_error(error)
-        reason = str(error).partition("\n")[0] if isinstance(error, InputError) else first_line(error)
-        self.folder.record_failure(key, reason, traceback.format_exc())
-        self.loaded.close()  # its state is unknown
-        return Result(key, FAILED, reason)
+    def _load_beside(self, cell: Cell, arguments: Arguments, dense: dict[str, Any]) -> VariantLM:
+        """Load another model than the dense one, which stays in memory; refuse another tokenizer."""
+        check_tokenizers(Checkpoint(dense), Checkpoint(arguments.loading))
+        return VariantLM(_by_engine({**cell.model_args(self.folder.prepared), **_computing(cell)}))
 
 
 def _by_engine(model_args: dict[str, Any]) -> Arguments:
     return Arguments.of({**model_args, "engine": "batched", "deterministic": True})
 
 
-def _load_beside(task: _Task, dense: dict[str, Any]) -> VariantLM:
-    """Load another model than the dense one, which stays in memory; refuse another tokenizer."""
-    check_tokenizers(Checkpoint(dense), Checkpoint(task.arguments.loading))
-    return VariantLM(_by_engine({**task.model_args, **_computing(task.cell)}))
-
-
 def _computing(cell: Cell) -> dict[str, Any]:
     return {"batch_size": cell.batch_size, **({"device": cell.device} if cell.device else {})}
-
-
-_environment = cache(collect_env.get_pretty_env_info)
-
-
-@contextmanager
-def _environment_collected_once() -> Iterator[None]:
-    """Collect the environment of the results file once per process, not for each cell: it takes seconds of CPU time."""
-    collect = collect_env.get_pretty_env_info
-    collect_env.get_pretty_env_info = _environment
-    try:
-        yield
-    finally:
-        collect_env.get_pretty_env_info = collect
-
-
-def _masks(variants: Sequence[Arguments]) -> tuple[HeadMask | None, ...]:
-    """Return the masks that can be decoded in one batch (None: no masked head); empty for fewer than two."""
-    masks: list[HeadMask | None] = []
-    for arguments in variants:
-        only_masks = arguments.router is None and all(
-            isinstance(intervention, HeadMask) for intervention in arguments.interventions
-        )
-        if only_masks and arguments.engine == "batched" and arguments.deterministic:
-            (mask,) = combined(arguments.interventions) or (None,)
-            masks.append(mask)  # type: ignore[arg-type]
-    return tuple(masks) if len(masks) > 1 else ()

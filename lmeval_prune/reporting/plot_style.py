@@ -4,24 +4,18 @@ from __future__ import annotations
 
 import io
 from collections.abc import Sequence
-from itertools import pairwise, product
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from matplotlib import rc_context
 from matplotlib.figure import Figure
-from matplotlib.patheffects import withStroke
 from matplotlib.text import Text
-from matplotlib.transforms import Bbox
 
 from lmeval_prune.artefacts import write_bytes
 
 # Okabe and Ito's colours, which can be distinguished with any colour vision
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#999999", "#000000")
-
-# anchors of a label to the right (1) or left (-1) of its point, above (1) or below it (-1)
-_HORIZONTAL_ANCHORS = {1: "left", -1: "right", 0: "center"}
-_VERTICAL_ANCHORS = {1: "bottom", -1: "top", 0: "center"}
 
 
 def figure(width: float, height: float, title: str) -> tuple[Any, Any]:
@@ -50,39 +44,6 @@ def _disable_formulas(canvas: Any) -> None:
     formulas = {text for axis in scales for text in axis.findobj(Text)}
     for text in canvas.findobj(Text):
         text.set_parse_math(text in formulas)
-
-
-def label_points(
-    axes: Any, points: Sequence[tuple[float, float, str]], marks: Sequence[tuple[float, float, float, float]]
-) -> None:
-    """Write names beside points without overlaps; a name without free space is left out.
-
-    Args:
-        axes: axes with all marks drawn.
-        points: x, y and name of each point, the most important first.
-        marks: left, bottom, right and top of areas that must stay free.
-    """
-    canvas = axes.figure
-    _disable_formulas(canvas)
-    canvas.draw_without_rendering()
-    axes.autoscale(False)
-    to_pixels = axes.transData.transform
-    occupied = [Bbox([*to_pixels([mark[:2], mark[2:]])]).padded(5) for mark in marks]
-    for x, y, name in points:
-        for distance, (right, up) in product((6, 12, 20, 30, 45, 65), product((1, -1, 0), (1, -1, 0))):
-            label = axes.annotate(
-                name, (x, y), xytext=(distance * right, distance * up), textcoords="offset points", fontsize=8,
-                ha=_HORIZONTAL_ANCHORS[right], va=_VERTICAL_ANCHORS[up], parse_math=False, in_layout=False,
-                path_effects=[withStroke(linewidth=2.5, foreground="white")],
-                arrowprops={"arrowstyle": "-", "lw": 0.5, "color": "0.6"} if distance > 12 else None,
-            )  # fmt: skip
-            label.get_window_extent()  # moves the text to its final position
-            box = Text.get_window_extent(label)
-            is_inside = axes.bbox.contains(*box.min) and axes.bbox.contains(*box.max)
-            if (right or up) and is_inside and not box.count_overlaps(occupied):
-                occupied.append(box.padded(1))
-                break
-            label.remove()
 
 
 def label_ends(axes: Any, ends: Sequence[tuple[float, float, str, dict[str, Any]]], gap: float = 0.062) -> None:

@@ -1,0 +1,84 @@
+"""Run the jobs of a grid as tasks on a Ray cluster: the same jobs over the same locked folder."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from pkgutil import resolve_name
+
+import torch
+
+from lmeval_prune.errors import DiskError, InputError, first_line
+from lmeval_prune.grid.folder import GridFolder
+from lmeval_prune.grid.worker import FAILED, Job, Result, Worker
+from lmeval_prune.models.registered import TARGETS
+from lmeval_prune.tasks.loading import included_folder, including
+
+# environment variables that a Ray worker needs to find the same data and models
+ENVIRONMENT = ("LMEVAL_PRUNE_DATA", "LMEVAL_PRUNE_CACHE", "HF_HOME", "HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE")
+RETRIES = 5  # of a job whose worker or node died; it reuses the stored answers
+
+
+@dataclass(frozen=True)
+class RayRunner:
+    """Runs jobs as Ray tasks; every node must see the grid's folder under the same path."""
+
+    address: str | None = None  # of the cluster; default `RAY_ADDRESS`, else a local cluster is started
+    cpus: float = 1  # of a job, as `gpus` and `memory` in bytes
+    gpus: float = 0
+    memory: float | None = None
+
+    def run(self, jobs: Sequence[Job]) -> Iterator[Result]:
+        """Run jobs in parallel."""
+        import ray
+
+        if not ray.is_initialized():
+            os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+            ray.init(address=self.address, log_to_driver=False, logging_level=logging.WARNING)
+        for name, request in (("CPU", self.cpus), ("GPU", self.gpus), ("memory", self.memory or 0)):
+            largest = max((node["Resources"].get(name, 0) for node in ray.nodes() if node["Alive"]), default=0)
+            if request > largest:  # Ray would wait for ever
+                raise InputError(f"a job requests {request:g} {name}; the largest node has {largest:g}")
+        task = ray.remote(num_cpus=self.cpus, num_gpus=self.gpus, memory=self.memory, max_retries=RETRIES)(_in_worker)
+        environment = {name: os.environ[name] for name in ENVIRONMENT if name in os.environ}
+        settings = TARGETS.get("process"), str(Path.cwd()), environment, included_folder()
+        pending = {task.remote(job, *settings): job for job in jobs}
+        while pending:
+            (ready,), _ = ray.wait(list(pending), num_returns=1)
+            job = pending.pop(ready)
+            try:
+                yield from ray.get(ready)
+            except DiskError as error:
+                raise DiskError(str(getattr(error, "cause", error))) from None
+            except Exception as error:  # Ray gave up: the worker died repeatedly, or never saw the folder
+                folder, reason = GridFolder(job.folder), first_line(getattr(error, "cause", None) or error)
+                for item in job.items:
+                    if not folder.place(item.kind, item.key).exists():
+                        folder.record_failure(item.name, f"lost by Ray: {reason}", str(error))
+                        yield Result(item, FAILED, reason)
+
+    def close(self) -> None:
+        """Do nothing: Ray's workers hold the models."""
+
+
+_worker = cache(Worker)
+
+
+def _in_worker(
+    job: Job, registration: str | None, folder: str, environment: dict[str, str], included: str | None
+) -> list[Result]:
+    """Run a job in a Ray worker, with the current folder, environment and folder of tasks of the main process."""
+    os.environ.update(environment)
+    if Path(folder).is_dir():
+        os.chdir(folder)
+    if not (Path(job.folder) / "grid.json").is_file():
+        raise InputError(f"this node does not see {job.folder}; name a folder that all nodes share")
+    if registration:
+        resolve_name(registration)()
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or 1))
+    with including(included):
+        return list(_worker().run(job))

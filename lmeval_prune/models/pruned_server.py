@@ -83,7 +83,7 @@ class Request:
     done: Callable[[Any], None] = lambda result: None  # called with the result as soon as it arrives
     result: Any = None
     failures: int = 0
-    error: Exception | None = None  # of the last failure, if the request is given up
+    error: Any = None  # of the last failure, if the request is given up
 
 
 class GeneratedText(str):
@@ -230,7 +230,7 @@ class PrunedServerLM(AnsweringLM, LocalCompletionsAPI):
         """Check that the adapters of all variants are in the folder `adapters=`; warn of a coarser type."""
         if not self.adapters:
             return
-        names = []
+        names: list[str] = []
         for variant in variants:  # for llama.cpp an adapter for each head is enough
             is_composed = self.kind.adapter_list and variant.name not in self.adapters
             names += variant.heads if is_composed else [variant.name] * bool(variant.heads)
@@ -618,7 +618,7 @@ class ServerAnswering(Answering):
     def _key_parts(self, kind: str, request: Any, repeat: int) -> tuple[dict[str, Any], str]:
         parts, _ = super()._key_parts(kind, request, repeat)
         lm, variant = self.lm, self.variant(self.attempt(request, repeat))
-        cut = int(lm.max_length)  # tokens that a request is cut to; None if it fits
+        cut: Any = int(lm.max_length)  # tokens that a request is cut to; None if it fits
         if kind == "generate_until":
             room = lm.max_length - generation.answer_limit(request.args[1], lm.max_gen_toks)
             is_cut = not lm.chat and request.args[0] and len(lm._encode(request.args[0])) > room

@@ -52,10 +52,8 @@ class Answering:
         self._lm = ref(lm)  # no reference cycle: the model is freed with its last user
         self.router = lm.arguments.router
         self.lengths: dict[str, dict[str, Any]] = {}
-        self._interventions: tuple[Intervention, ...] = ()
-        self._identities: dict[str, list[Any]] = {}  # of the interventions and those of a variant, by its name
+        self._identities: dict[str, list[Any]] = {}  # `interventions` by attempt, as of the call that is answered
         self._reasons: set[str] = set()  # why log-likelihoods are not computed by the engine, as logged
-        self._is_frozen = False  # whether `_interventions` stays as it is
         self._model_digest = ""
         if self.router:
             self.router.fit_to(lm.model_map, lm.weights, self.interventions())
@@ -83,8 +81,8 @@ class Answering:
             if kind != "generate_until":
                 raise InputError("router= is for generative tasks only; leave out tasks that score given texts")
             self.router.prepare(requests, self.lm)
-        with self._frozen_interventions():
-            responses, keys, endings = self._answer(kind, requests, disable_tqdm)
+        self._begin()
+        responses, keys, endings = self._answer(kind, requests, disable_tqdm)
         if kind == "generate_until":
             self._report_lengths(requests, endings)
         if self.router:
@@ -104,59 +102,46 @@ class Answering:
         assert self.store and self.lm.engine and not self.router
         if not self._is_on_engine(kind):
             return
-        with self._frozen_interventions():
-            identities = [self._identity([mask] if mask else []) for mask in masks]
+        self._begin()
+        identities = [self._identity(mask) for mask in masks]
 
-            def key_parts(request: Any, index: int) -> tuple[dict[str, Any], str]:
-                repeat, number = divmod(index, count)
-                return self._parts(kind, request, repeat, identities[number]), _pruned_heads(identities[number])
+        def key_parts(request: Any, index: int) -> tuple[dict[str, Any], str]:
+            return self._parts(kind, request, index // count, identities[index % count])
 
-            def run(pending: PendingRequests) -> list[Any]:
-                row_masks = [masks[index % count] for index in pending.repeats]
-                return self._decode(pending, [index // count for index in pending.repeats], row_masks, disable_tqdm)
+        def run(pending: PendingRequests) -> list[Any]:
+            row_masks = [masks[index % count] for index in pending.repeats]
+            return self._decode(pending, [index // count for index in pending.repeats], row_masks, disable_tqdm)
 
-            repeated = [request for request in requests for _ in masks]
-            answer_requests(self.store, repeated, kind, key_parts, run)
+        answer_requests(self.store, [request for request in requests for _ in masks], kind, key_parts, run)
 
     def stored(self, kind: str, requests: Sequence[Any]) -> list[dict[str, Any]]:
         """Return the records of answered requests in the store, with the tokens that the engine generated."""
         assert self.store
-        with self._frozen_interventions():
-            keys = answer_keys(requests, kind, partial(self._key_parts, kind))
+        self._begin()
+        keys = answer_keys(requests, kind, partial(self._key_parts, kind))
         records = {record["key"]: record for record in read_answers(self.store.folder)}
         return [records[key] for key in keys]
 
-    @contextmanager
-    def _frozen_interventions(self) -> Iterator[None]:
-        """Read the interventions once for a block, in which the engine applies its own masks."""
-        self._refresh()
+    def _begin(self) -> None:
+        """Read the model's interventions anew, before the engine applies masks of its own."""
+        self._identities = {}
+        self._identities = {name: self.interventions(name) for name in (self.router.masks if self.router else [DENSE])}
         self._model_digest = digest(self.lm.identity) if self.store else ""
-        with replaced(self, _is_frozen=True):
-            yield
 
     # ------------------------------------------------------------------ keys
 
     def interventions(self, attempt: str = DENSE) -> list[Any]:
         """Return the identities of the model's interventions, with a router's mask, and of the layers."""
-        self._refresh()
-        if attempt not in self._identities:
-            mask = self.router.masks[attempt] if self.router else None
-            self._identities[attempt] = self._identity([mask] if mask else [])
-        return self._identities[attempt]
+        return self._identity(self.router.masks[attempt] if self.router else None)
 
     def attempt(self, request: Any, repeat: int) -> str:
         """Return the name of the router's attempt at a request; of the unpruned model without a router."""
         return self.router.attempt(request, repeat) if self.router else DENSE
 
-    def _identity(self, added: Sequence[Intervention]) -> list[Any]:
-        interventions = combined([*self._interventions, *added])
+    def _identity(self, mask: HeadMask | None) -> list[Any]:
+        interventions = combined([*self._applied(), *([mask] if mask else [])])
         identities: list[Any] = [intervention.identity(self.lm.model_map) for intervention in interventions]
         return [*identities, digest(self.lm.model_map.signature())] if identities else []
-
-    def _refresh(self) -> None:
-        interventions = self._interventions if self._is_frozen else self._applied()
-        if list(map(id, interventions)) != list(map(id, self._interventions)):
-            self._interventions, self._identities = interventions, {}
 
     def _applied(self) -> tuple[Intervention, ...]:
         return interventions_on(self.lm.model)
@@ -167,11 +152,10 @@ class Answering:
         return [engine, *generation.sampling_key(self.lm.seed, request, repeat)]
 
     def _key_parts(self, kind: str, request: Any, repeat: int) -> tuple[dict[str, Any], str]:
-        """Return everything that determines an answer, as JSON, and the names of the pruned heads."""
-        identities = self.interventions(self.attempt(request, repeat))
-        return self._parts(kind, request, repeat, identities), _pruned_heads(identities)
+        return self._parts(kind, request, repeat, self._identities[self.attempt(request, repeat)])
 
-    def _parts(self, kind: str, request: Any, repeat: int, identities: list[Any]) -> dict[str, Any]:
+    def _parts(self, kind: str, request: Any, repeat: int, identities: list[Any]) -> tuple[dict[str, Any], str]:
+        """Return everything that determines an answer, as JSON, and the names of the pruned heads (`dense`: none)."""
         arguments, sampling_key = list(request.args), []
         if kind == "generate_until":
             if generation.is_sampling(arguments[1]) and not self.router:
@@ -181,7 +165,9 @@ class Answering:
         methods = [dict(identity) if isinstance(identity, dict) else identity for identity in identities]
         versions = {method["method"]: method.pop("version") for method in methods if isinstance(method, dict)}
         parts = {"model": self._model_digest, "interventions": methods, "request": arguments, "drawn": sampling_key}
-        return {**parts, "versions": {**self.versions, **versions}}
+        heads = [method.get("heads", ()) for method in methods if isinstance(method, dict)]
+        names = [name for masked in heads if isinstance(masked, list | tuple) for name in masked]
+        return {**parts, "versions": {**self.versions, **versions}}, adapter_name(names) if names else DENSE
 
     @property
     def versions(self) -> dict[str, Any]:
@@ -214,10 +200,31 @@ class Answering:
         return self._run_by_hf(pending, disable_tqdm)
 
     def _run_by_hf(self, pending: PendingRequests, disable_tqdm: bool) -> list[Any]:
-        with self._hooked(pending):
-            if self.store is None:
-                return self._compute(pending.kind, pending.requests, disable_tqdm)
-            return self._compute_in_parts(pending, disable_tqdm)
+        """Answer by lm-eval's `hf`; with a store in parts, so that answers are stored soon and sampled by own seeds."""
+        lm, kind, requests, every = self.lm, pending.kind, pending.requests, range(len(pending.requests))
+        sampled = [i for i in every if self.store and kind == "generate_until" and _is_sampled(requests[i])]
+        others = sorted({*every} - {*sampled})
+        size = max(len(others), 1)
+        if self.store and kind == "loglikelihood_rolling" and lm.world_size == 1 and isinstance(lm.batch_size, int):
+            size = 4 * lm.batch_size  # lm-eval reports rolling requests only at the end of a call
+        parts = [others[start : start + size] for start in range(0, len(others), size)]
+        group_size, seeded = self._group_size, len(parts)
+        parts += [sampled[start : start + group_size] for start in range(0, len(sampled), group_size)]
+        schedule = min(lm.batch_schedule, len(requests)) if self.store else lm.batch_schedule  # lm-eval divides by it
+        responses: dict[int, Any] = {}
+        devices = [lm.device] if lm.device.type == "cuda" else []
+        with self._hooked(pending), replaced(lm, batch_schedule=schedule, batch_size_per_gpu=lm.batch_size_per_gpu):
+            bar = tqdm(parts, "sampling", disable=disable_tqdm or lm.rank > 0 or not sampled, unit="batch")
+            for number, part in enumerate(bar):
+                with torch.random.fork_rng(devices, enabled=number >= seeded):
+                    if number >= seeded:
+                        lm.batch_size_per_gpu = group_size
+                        torch.manual_seed(int(digest([lm.seed, [pending.keys[i] for i in part]]), 16) >> 1)
+                    chosen, silent = [requests[i] for i in part], disable_tqdm or number >= seeded
+                    with replaced(lm, asked=[request.args for request in chosen]):
+                        computed = getattr(HFLM, kind)(lm, chosen, disable_tqdm=silent)
+                responses.update(zip(part, computed, strict=True))
+        return [responses[index] for index in every]
 
     def _generate(self, pending: PendingRequests, disable_tqdm: bool) -> list[str]:
         """Generate texts, each by the engine or by `hf`, as `EngineChoice` decides."""
@@ -295,43 +302,6 @@ class Answering:
         with report_answers(lm, report):
             yield
 
-    def _compute(self, kind: str, requests: list[Any], disable_tqdm: bool) -> list[Any]:
-        with replaced(self.lm, asked=[request.args for request in requests]):
-            return list(getattr(HFLM, kind)(self.lm, requests, disable_tqdm=disable_tqdm))
-
-    def _compute_in_parts(self, pending: PendingRequests, disable_tqdm: bool) -> list[Any]:
-        """Answer by lm-eval's `hf` in parts, so that answers are stored soon and sampled by seeds of their own."""
-        lm, kind, requests = self.lm, pending.kind, pending.requests
-        schedule = min(lm.batch_schedule, len(requests))  # lm-eval divides the requests by it
-        with replaced(lm, batch_schedule=schedule, batch_size_per_gpu=lm.batch_size_per_gpu):
-            if kind == "generate_until":
-                return self._generate_in_groups(pending, disable_tqdm)
-            size = len(requests)
-            if kind == "loglikelihood_rolling" and lm.world_size == 1 and isinstance(lm.batch_size, int):
-                size = 4 * lm.batch_size  # lm-eval reports rolling requests only at the end of a call
-            parts = [requests[i : i + size] for i in range(0, len(requests), size)]
-            return [response for part in parts for response in self._compute(kind, part, disable_tqdm)]
-
-    def _generate_in_groups(self, pending: PendingRequests, disable_tqdm: bool) -> list[str]:
-        """Generate texts: greedy ones together, sampled ones in groups that are seeded by the keys of the group."""
-        lm, size = self.lm, self._group_size
-        responses: dict[int, str] = {}
-
-        def compute(indices: list[int], silent: bool) -> None:
-            texts = self._compute("generate_until", [pending.requests[i] for i in indices], silent)
-            responses.update(zip(indices, texts, strict=True))
-
-        sampled = [index for index, request in enumerate(pending.requests) if _is_sampled(request)]
-        if greedy := sorted({*range(len(pending.requests))} - {*sampled}):
-            compute(greedy, disable_tqdm)
-        lm.batch_size_per_gpu = size
-        groups = [sampled[i : i + size] for i in range(0, len(sampled), size)]
-        for group in tqdm(groups, "sampling", disable=disable_tqdm or lm.rank > 0 or not sampled, unit="batch"):
-            with torch.random.fork_rng([lm.device] if lm.device.type == "cuda" else []):
-                torch.manual_seed(int(digest([lm.seed, [pending.keys[i] for i in group]]), 16) >> 1)
-                compute(group, True)
-        return [responses[index] for index in range(len(pending.requests))]
-
     @property
     def _group_size(self) -> int:
         """Return how many requests are sampled from one stream of random numbers: 1 for the engine, a batch for `hf`.
@@ -375,13 +345,6 @@ class Answering:
             columns["lengths"] = [ending and ending.length for _, _, ending in tries]
             columns["cut_off"] = [ending and ending.cut_off for _, _, ending in tries]
             request.arguments = (context, {**generation.without_sampling(settings), **columns})
-
-
-def _pruned_heads(identities: list[Any]) -> str:
-    """Return the heads that interventions prune in the notation of `heads=`, many as a digest; `dense` if none."""
-    heads = [identity.get("heads", ()) for identity in identities if isinstance(identity, dict)]
-    names = [name for masked in heads if isinstance(masked, list | tuple) for name in masked]
-    return adapter_name(names) if names else DENSE
 
 
 def _is_sampled(request: Any) -> bool:

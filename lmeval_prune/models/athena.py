@@ -17,8 +17,7 @@ from lmeval_prune.config import resolve_device
 from lmeval_prune.errors import InputError, print_input_errors
 from lmeval_prune.models.arguments import Arguments, unknown_argument
 from lmeval_prune.models.identity import interventions_report
-from lmeval_prune.models.lm_base import CheckedArgumentsLM
-from lmeval_prune.models.logs import log_interventions, use_lm_eval_logging
+from lmeval_prune.models.lm_base import CheckedArgumentsLM, log_interventions, use_lm_eval_logging
 from lmeval_prune.training.questions import question_key
 
 eval_logger = logging.getLogger(__name__)

@@ -50,8 +50,7 @@ from lmeval_prune.models.attempts import DENSE
 from lmeval_prune.models.checkpoint import Checkpoint
 from lmeval_prune.models.identity import SERVED_ANSWERING, ModelIdentity, code_versions
 from lmeval_prune.models.lengths import Ending
-from lmeval_prune.models.lm_base import AnsweringLM
-from lmeval_prune.models.logs import use_lm_eval_logging
+from lmeval_prune.models.lm_base import AnsweringLM, use_lm_eval_logging
 from lmeval_prune.models.server_kinds import KINDS, UNPRUNED, ServedModel, ServedVariant
 from lmeval_prune.models.server_options import SERVER_OPTIONS, ServerOptions
 from lmeval_prune.models.server_record import RECORD, Signature, check_record, distance

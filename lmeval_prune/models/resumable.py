@@ -27,8 +27,7 @@ from lmeval_prune.errors import InputError, print_input_errors
 from lmeval_prune.models import generation
 from lmeval_prune.models.answer_store import AnswerStore, PendingRequests, answer_requests
 from lmeval_prune.models.identity import IGNORED_ARGUMENTS, argument_identity, code_versions
-from lmeval_prune.models.lm_base import AnsweringLM, CheckedArgumentsLM, report_answers
-from lmeval_prune.models.logs import use_lm_eval_logging
+from lmeval_prune.models.lm_base import AnsweringLM, CheckedArgumentsLM, report_answers, use_lm_eval_logging
 
 # Arguments of served and other models that change how fast or by whom an answer is computed, but not the answer.
 _IGNORED = (IGNORED_ARGUMENTS - {"dtype"}) | {

@@ -24,14 +24,14 @@ from lmeval_prune.models import generation, likelihood
 from lmeval_prune.models.answer_store import (
     AnswerStore,
     PendingRequests,
-    answer_keys,
     answer_requests,
+    look_up,
     read_answers,
     repeat_indices,
 )
 from lmeval_prune.models.attempts import DENSE
 from lmeval_prune.models.identity import code_versions
-from lmeval_prune.models.lengths import Ending, cut_off_note, lengths_by_task, merge_lengths
+from lmeval_prune.models.lengths import Ending, cut_off_note, merge_lengths, summarize_lengths
 from lmeval_prune.models.lm_base import report_answers
 
 logger = logging.getLogger(__name__)
@@ -118,7 +118,7 @@ class Answering:
         """Return the records of answered requests in the store, with the tokens that the engine generated."""
         assert self.store
         self._begin()
-        keys = answer_keys(requests, kind, partial(self._key_parts, kind))
+        keys, _ = look_up(self.store, requests, repeat_indices(requests), kind, partial(self._key_parts, kind))
         records = {record["key"]: record for record in read_answers(self.store.folder)}
         return [records[key] for key in keys]
 
@@ -317,12 +317,16 @@ class Answering:
 
     def _report_lengths(self, requests: Sequence[Any], endings: Sequence[Ending | None]) -> None:
         """Keep the lengths of each task's answers on all ranks, and warn if many answers were cut off."""
+        ended: dict[str, list[Ending | None]] = defaultdict(list)
+        limits: dict[str, int] = defaultdict(int)
+        for request, ending in zip(requests, endings, strict=True):
+            task, settings = str(request.task_name), request.args[1]
+            ended[task].append(ending)
+            if "max_length" not in settings:  # which counts the prompt, too
+                limits[task] = max(limits[task], generation.answer_limit(settings, self.lm.max_gen_toks))
+        own = {task: summarize_lengths(ended[task], limits[task] or None) for task in ended}
         parts: dict[str, list[dict[str, Any]]] = defaultdict(list)
-        limits = [
-            None if "max_length" in request.args[1] else generation.answer_limit(request.args[1], self.lm.max_gen_toks)
-            for request in requests
-        ]  # `max_length` counts the prompt, too
-        for lengths in self.lm.gather_from_ranks(lengths_by_task(requests, endings, limits)):
+        for lengths in self.lm.gather_from_ranks(own):
             for task, part in lengths.items():
                 parts[task].append(part)
         self.lengths = {task: merge_lengths(task_parts) for task, task_parts in parts.items()}

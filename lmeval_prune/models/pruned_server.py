@@ -111,8 +111,8 @@ class PrunedServerLM(AnsweringLM, LocalCompletionsAPI):
     why_no_cache = "--use_cache cannot tell served variants apart; use responses=FOLDER among the model_args"
     chat = False
     MULTIMODAL = False
-    engine = None
-    weights = None
+    engine = weights = None
+    local: str | None = None  # digest of the weights of `pretrained=`, if they are here
 
     @print_input_errors
     def __init__(self, base_url: Any = None, **arguments: Any) -> None:
@@ -141,7 +141,7 @@ class PrunedServerLM(AnsweringLM, LocalCompletionsAPI):
         self.checkpoint = Checkpoint({**source, **description})
         self.config, self.model_map = self.checkpoint.config, self.checkpoint.map
         self.adapters = read_adapters(options.adapters) if options.adapters else {}
-        self.base, self.dtype = self._identify_base(), self._resolve_dtype()
+        self.base, self.dtype = self._identify()
         tokenizer = embedded.resolve(str(options.tokenizer or self.checkpoint.path))
         with as_input_error(f"the tokenizer of {tokenizer} cannot be loaded; give tokenizer="):
             super().__init__(
@@ -156,19 +156,13 @@ class PrunedServerLM(AnsweringLM, LocalCompletionsAPI):
         self.add_bos_token, self.think_end_token = options.add_bos_token, options.think_end_token
         self.chat_template_args = options.template_arguments
         self.served = self._ask(self._list)
-        length = options.max_length or resolve_max_length(self.config, self.tokenizer)
-        self.max_length = min(length, self.served.max_length or length)
-        if self.max_length < length:
-            logger.warning(
-                "%s takes %d tokens, and the model %d: longer prompts are cut to their end, and answers can differ",
-                *(self.url, self.max_length, length),
-            )
+        self._check_served()
         self._encode = lru_cache(maxsize=4096)(self.tok_encode)  # each variant has the same prompts
-        self._check_root()
         self.answering = ServerAnswering(self)
         try:
             variants = self.answering.variants()
-            self._check_adapters(variants)
+            for variant in variants:
+                self.adapter_hashes(variant)  # raises if one is missing
             if options.probe:
                 self._probe(variants)
         except BaseException:
@@ -181,70 +175,58 @@ class PrunedServerLM(AnsweringLM, LocalCompletionsAPI):
 
     # ------------------------------------------------------------------ set-up
 
-    def _identify_base(self) -> str:
-        """Return the digest of the served checkpoint, from the adapters' manifests or from local weights."""
-        path = self.checkpoint.path
-        try:
-            self.local: str | None = checkpoint_identity(path, self.options.revision)
-        except InputError:  # only configuration and tokenizer are here
-            self.local = None
-        bases = {adapter["base"]["checkpoint"]: name for name, adapter in self.adapters.items()}
-        if bases:
-            base, *others = bases
-            if others or self.local not in (None, base):
-                raise InputError(
-                    f"{' and '.join(list(bases.values())[:2])} in {self.options.adapters} were made from another model "
-                    f"than {path}; give pretrained= of the served model, or export the adapters again"
-                )
-            return str(base)
-        if self.local is None and self.arguments.responses:
+    def _identify(self) -> tuple[str, str]:
+        """Return the digest of the served checkpoint and the type in which the server computes (empty if unknown).
+
+        Both are of the adapters' manifests, or of `pretrained=`, if its weights are here, and `dtype=`.
+        """
+        path, folder = self.checkpoint.path, self.options.adapters
+        bases = {adapter["base"]["checkpoint"] for adapter in self.adapters.values()}
+        dtypes = {adapter["dtype"] for adapter in self.adapters.values()}
+        with suppress(InputError):  # only configuration and tokenizer are here
+            self.local = checkpoint_identity(path, self.options.revision)
+        if self.adapters and (len(bases) > 1 or self.local not in (None, *bases)):
+            raise InputError(
+                f"adapters in {folder} were made from another model than {path}; give pretrained= of the served model, "
+                f"or export the adapters again"
+            )
+        dtype = str(self.options.dtype or "").removeprefix("torch.")
+        if dtype and dtypes and dtypes != {dtype}:
+            raise InputError(
+                f"{folder} was made for servers in {', '.join(sorted(dtypes))}, not in dtype={dtype}; export the "
+                f"adapters in the type in which the server computes"
+            )
+        dtype = dtype or (dtypes.pop() if len(dtypes) == 1 else "")
+        base = bases.pop() if bases else self.local
+        if self.arguments.responses and not base:
             raise InputError(
                 f"{path} has no weights here, so stored answers could not be told from those of another model of this "
                 f"shape: give adapters=FOLDER, whose manifests name the weights, or leave out responses="
             )
-        return self.local or digest([path, config_fingerprint(self.config)])
-
-    def _resolve_dtype(self) -> str:
-        """Return the type in which the server computes, from `dtype=` or from the adapters; empty if unknown."""
-        dtype = str(self.options.dtype or "").removeprefix("torch.")
-        exported = {adapter["dtype"] for adapter in self.adapters.values()}
-        if dtype and exported and exported != {dtype}:
-            raise InputError(
-                f"{self.options.adapters} was made for servers in {', '.join(sorted(exported))}, not in dtype={dtype}; "
-                f"export the adapters in the type in which the server computes"
-            )
-        dtype = dtype or (next(iter(exported)) if len(exported) == 1 else "")
-        if not dtype and self.arguments.responses:
+        if self.arguments.responses and not dtype:
             raise InputError("responses= needs the type in which the server computes: give dtype=, e.g. dtype=bfloat16")
-        return dtype
+        return str(base or digest([path, config_fingerprint(self.config)])), dtype
 
-    def _check_root(self) -> None:
-        """Refuse a server of other weights, if its folder is here; adapters name the model that serves them."""
-        root = self.served.root
-        is_here = root and Path(root).is_dir() and not (self.adapters or self.kind.adapter_list)
-        if self.local and is_here and checkpoint_identity(str(root)) != self.local:
-            raise InputError(f"{self.url} serves {root}, which has other weights than {self.checkpoint.path}")
-
-    def _check_adapters(self, variants: Sequence[ServedVariant]) -> None:
-        """Check that the adapters of all variants are in the folder `adapters=`; warn of a coarser type."""
-        if not self.adapters:
-            return
-        names: list[str] = []
-        for variant in variants:  # for llama.cpp an adapter for each head is enough
-            is_composed = self.kind.adapter_list and variant.name not in self.adapters
-            names += variant.heads if is_composed else [variant.name] * bool(variant.heads)
-        if missing := [name for name in names if name not in self.adapters]:
-            raise InputError(
-                f"{self.options.adapters} has no adapter {missing[0]}; write it with `lmeval-prune export adapter`"
-            )
-        stored = self.served.parameter_bytes
-        if names and stored is not None and self.dtype and stored < getattr(torch, self.dtype).itemsize:
+    def _check_served(self) -> None:
+        """Refuse a server of other weights, if its folder is here; warn of shorter contexts and of a coarser type."""
+        served, length = self.served, self.options.max_length or resolve_max_length(self.config, self.tokenizer)
+        self.max_length = min(length, served.max_length or length)
+        if self.max_length < length:
             logger.warning(
-                "%s serves a file of %.3g bytes for each parameter, and the adapters in %s are for %s: heads are not "
-                "pruned exactly, unless its output projections are in that type, which `export adapter --served "
-                "FILE.gguf` checks",
+                "%s takes %d tokens, and the model %d: longer prompts are cut to their end, and answers can differ",
+                *(self.url, self.max_length, length),
+            )
+        stored = served.parameter_bytes
+        if self.adapters and stored is not None and self.dtype and stored < getattr(torch, self.dtype).itemsize:
+            logger.warning(
+                "%s has %.3g bytes for each parameter, and the adapters in %s are for %s: heads are pruned exactly only if "
+                "its output projections are in that type, which `export adapter --served FILE.gguf` checks",
                 *(self.url, stored, self.options.adapters, self.dtype),
             )
+        # adapters name the model that serves them, and llama.cpp lists no folder
+        is_here = served.root and Path(served.root).is_dir() and not (self.adapters or self.kind.adapter_list)
+        if self.local and is_here and checkpoint_identity(str(served.root)) != self.local:
+            raise InputError(f"{self.url} serves {served.root}, which has other weights than {self.checkpoint.path}")
 
     def _probe(self, variants: Sequence[ServedVariant]) -> None:
         """Refuse a server with another tokenizer or other weights, or under which two variants answer alike.
@@ -328,11 +310,16 @@ class PrunedServerLM(AnsweringLM, LocalCompletionsAPI):
         return {"adapters": dict(sorted(hashes))}
 
     def adapter_hashes(self, variant: ServedVariant) -> dict[str, str]:
-        """Return the hashes of a variant's adapters, as far as they are in the folder `adapters=` or `lora=`."""
-        if variant.name in self.lora:
-            return self.lora
-        names = (variant.name,) if variant.name in self.adapters else variant.heads
-        return {name: str(self.adapters[name]["hash"]) for name in names if name in self.adapters}
+        """Return the hashes of a variant's adapters: of the folder `adapters=` or `lora=`."""
+        if variant.name in self.lora or not (self.adapters and variant.heads):
+            return self.lora if variant.name in self.lora else {}
+        is_composed = self.kind.adapter_list and variant.name not in self.adapters
+        names = variant.heads if is_composed else (variant.name,)
+        if missing := [name for name in names if name not in self.adapters]:
+            raise InputError(
+                f"{self.options.adapters} has no adapter {missing[0]}; write it with `lmeval-prune export adapter`"
+            )
+        return {name: str(self.adapters[name]["hash"]) for name in names}
 
     def get_model_info(self) -> dict[str, Any]:
         """Return the section `pruning` of the results file."""

@@ -36,7 +36,6 @@ from lmeval_prune.models.lm_base import report_answers
 
 logger = logging.getLogger(__name__)
 AUTO_GROUP_SIZE = 8  # requests that are sampled together under batch_size=auto
-Answers = tuple[list[Any], list[str], list[Ending | None]]  # responses, keys in the store, endings of texts
 
 
 class Answering:
@@ -82,7 +81,21 @@ class Answering:
                 raise InputError("router= is for generative tasks only; leave out tasks that score given texts")
             self.router.prepare(requests, self.lm)
         self._begin()
-        responses, keys, endings = self._answer(kind, requests, disable_tqdm)
+        run, repeats = partial(self._run, disable_tqdm=disable_tqdm), repeat_indices(requests)
+        keys: list[str] = []
+        endings: list[Ending | None] = [None] * len(requests)
+        if self.store is None:
+
+            def add(index: int, _: Any, **columns: Any) -> None:
+                if "length" in columns:
+                    endings[index] = Ending(columns["length"], columns["cut_off"])
+
+            responses = run(PendingRequests(kind, add, requests, range(len(requests)), repeats))
+        else:
+            groups = (_is_sampled, self._group_size) if kind == "generate_until" else ()
+            key_parts = partial(self._key_parts, kind)
+            responses, keys = answer_requests(self.store, requests, kind, key_parts, run, self.lm.any_rank, *groups)
+            endings = [self.store.endings.get(key) for key in keys]
         if kind == "generate_until":
             self._report_lengths(requests, endings)
         if self.router:
@@ -176,28 +189,29 @@ class Answering:
 
     # ------------------------------------------------------------------ answering
 
-    def _answer(self, kind: str, requests: list[Any], disable_tqdm: bool) -> Answers:
-        run = partial(self._run, disable_tqdm=disable_tqdm)
-        if self.store is not None:
-            groups = (_is_sampled, self._group_size) if kind == "generate_until" else ()
-            key_parts = partial(self._key_parts, kind)
-            responses, keys = answer_requests(self.store, requests, kind, key_parts, run, self.lm.any_rank, *groups)
-            return responses, keys, [self.store.endings.get(key) for key in keys]
-        endings: list[Ending | None] = [None] * len(requests)
-
-        def add(index: int, _: Any, **columns: Any) -> None:
-            if "length" in columns:
-                endings[index] = Ending(columns["length"], columns["cut_off"])
-
-        pending = PendingRequests(kind, add, requests, range(len(requests)), repeat_indices(requests))
-        return run(pending), [], endings
-
     def _run(self, pending: PendingRequests, disable_tqdm: bool) -> list[Any]:
-        if pending.kind == "generate_until":
-            return self._generate(pending, disable_tqdm)
-        if self._is_on_engine(pending.kind):
-            return self._decode(pending, silent=disable_tqdm)
-        return self._run_by_hf(pending, disable_tqdm)
+        """Answer by the engine or by `hf`: texts as `EngineChoice` decides for each request."""
+        if pending.kind != "generate_until":
+            if self._is_on_engine(pending.kind):
+                return self._decode(pending, silent=disable_tqdm)
+            return self._run_by_hf(pending, disable_tqdm)
+        choice, texts = self.lm.engine_choice, {}
+        if indices := choice.by_engine(pending.requests):
+            part, masks = pending.part(indices), None
+            if self.router:
+                masks = [self.router.masks[name] for name in map(self.attempt, part.requests, part.repeats)]
+            try:
+                decoded = self._decode(part, None, masks, disable_tqdm, is_greedy=bool(self.router))
+                texts = dict(zip(indices, decoded, strict=True))
+            except InsufficientMemoryError as error:
+                if self.lm.arguments.engine != "auto":
+                    raise
+                choice.log(f"lm-eval's hf answers greedy requests: {error}")
+        others = [index for index in range(len(pending.requests)) if index not in texts]
+        if self.lm.any_rank(bool(others)):  # `hf` synchronises the ranks, so all run it
+            others = others or [0]
+            texts = dict(zip(others, self._run_by_hf(pending.part(others), disable_tqdm), strict=True)) | texts
+        return [texts[index] for index in range(len(pending.requests))]
 
     def _run_by_hf(self, pending: PendingRequests, disable_tqdm: bool) -> list[Any]:
         """Answer by lm-eval's `hf`; with a store in parts, so that answers are stored soon and sampled by own seeds."""
@@ -225,33 +239,6 @@ class Answering:
                         computed = getattr(HFLM, kind)(lm, chosen, disable_tqdm=silent)
                 responses.update(zip(part, computed, strict=True))
         return [responses[index] for index in every]
-
-    def _generate(self, pending: PendingRequests, disable_tqdm: bool) -> list[str]:
-        """Generate texts, each by the engine or by `hf`, as `EngineChoice` decides."""
-        texts = self._generate_by_engine(pending, disable_tqdm)
-        hf_indices = [index for index in range(len(pending.requests)) if index not in texts]
-        if self.lm.any_rank(bool(hf_indices)):  # `hf` synchronises the ranks, so all run it
-            part = hf_indices or [0]
-            texts = dict(zip(part, self._run_by_hf(pending.part(part), disable_tqdm), strict=True)) | texts
-        return [texts[index] for index in range(len(pending.requests))]
-
-    def _generate_by_engine(self, pending: PendingRequests, disable_tqdm: bool) -> dict[int, str]:
-        choice = self.lm.engine_choice
-        indices = choice.by_engine(pending.requests)
-        if not indices:
-            return {}
-        part = pending.part(indices)
-        try:
-            masks = None  # of the router, for greedy texts
-            if self.router:
-                masks = [self.router.masks[name] for name in map(self.attempt, part.requests, part.repeats)]
-            texts = self._decode(part, None, masks, disable_tqdm, is_greedy=bool(self.router))
-            return dict(zip(indices, texts, strict=True))
-        except InsufficientMemoryError as error:
-            if self.lm.arguments.engine != "auto":
-                raise
-            choice.log(f"lm-eval's hf answers greedy requests: {error}")
-            return {}
 
     def _is_on_engine(self, kind: str) -> bool:
         """Return whether the engine answers requests of a kind; log once why it computes no log-likelihoods."""

@@ -219,8 +219,8 @@ class PrunedServerLM(AnsweringLM, LocalCompletionsAPI):
         stored = served.parameter_bytes
         if self.adapters and stored is not None and self.dtype and stored < getattr(torch, self.dtype).itemsize:
             logger.warning(
-                "%s has %.3g bytes for each parameter, and the adapters in %s are for %s: heads are pruned exactly only if "
-                "its output projections are in that type, which `export adapter --served FILE.gguf` checks",
+                "%s has %.3g bytes for each parameter, and %s is for %s: heads are pruned exactly only if the output "
+                "projections are in that type, which `export adapter --served FILE.gguf` checks",
                 *(self.url, stored, self.options.adapters, self.dtype),
             )
         # adapters name the model that serves them, and llama.cpp lists no folder

@@ -236,7 +236,7 @@ class PrunedServerLM(AnsweringLM, LocalCompletionsAPI):
         """
         own = tokens = list(self.tokenizer.encode(PROBE_TEXT, add_special_tokens=False))
         payload = self.kind.tokenize_payload(self.served, PROBE_TEXT)
-        with suppress(InputError):  # it cannot tokenize
+        with suppress(InputError, LookupError, TypeError):  # it cannot tokenize
             answered = self._ask(lambda session: self._json(session, "/tokenize", payload))["tokens"]
             tokens = [token["id"] if isinstance(token, dict) else token for token in answered]
         if tokens != own:

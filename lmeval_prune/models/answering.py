@@ -52,7 +52,6 @@ class Answering:
         self.router = lm.arguments.router
         self.lengths: dict[str, dict[str, Any]] = {}
         self._identities: dict[str, list[Any]] = {}  # `interventions` by attempt, as of the call that is answered
-        self._reasons: set[str] = set()  # why log-likelihoods are not computed by the engine, as logged
         self._model_digest = ""
         if self.router:
             self.router.fit_to(lm.model_map, lm.weights, self.interventions())
@@ -245,11 +244,9 @@ class Answering:
         engine = self.lm.engine if self.lm.arguments.engine == "batched" else None
         if engine is None or kind == "generate_until":
             return engine is not None
-        reason = engine.unscored
-        if reason and reason not in self._reasons:
-            self._reasons.add(reason)
-            logger.info("lm-eval's hf computes the log-likelihoods: %s", reason)
-        return reason is None
+        if engine.unscored:
+            self.lm.engine_choice.log(f"lm-eval's hf computes the log-likelihoods: {engine.unscored}")
+        return engine.unscored is None
 
     def _decode(
         self,

@@ -76,12 +76,12 @@ class EngineChoice:
         return chosen
 
     def log(self, decision: str, reason: str = "") -> None:
-        """Log a decision of `engine=auto` and its reason, once for each reason."""
+        """Log a decision and its reason, once for each reason."""
         if (reason or decision) not in self._logged:
             self._logged.add(reason or decision)
             lm: Any = self._lm()
             if lm.rank == 0:
-                logger.info("engine=auto: %s", decision)
+                logger.info("engine=%s: %s", lm.arguments.engine, decision)
 
     def _why_hf(self, context: str, settings: dict[str, Any]) -> str | None:
         """Return why `hf` answers a request; None if the engine does."""

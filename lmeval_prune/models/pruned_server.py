@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -248,7 +248,7 @@ class PrunedServerLM(AnsweringLM, LocalCompletionsAPI):
         asked = [*[UNPRUNED] * 4, *pruned]  # repeated to measure the server's noise
         requests = [Request("a probe", variant, lambda: probe, self._parse_signature) for variant in asked]
         with replaced(self, base_url=f"{self.url}/v1/completions", _concurrent=1):
-            signatures: list[Signature] = self._send(requests)
+            signatures: list[Signature] = self.send(requests)
         noise = max(MIN_DISTANCE, 1.5 * max(distance(*pair, 1) for pair in combinations(signatures[:4], 2)))
         for (other, first), (variant, second) in combinations(zip(asked[3:], signatures[3:], strict=True), 2):
             if distance(first, second, 1) <= noise:
@@ -365,7 +365,7 @@ class PrunedServerLM(AnsweringLM, LocalCompletionsAPI):
         """Return the body of a response, which `Request.parse` reads."""
         return [outputs]
 
-    def _send(self, requests: Sequence[Request]) -> list[Any]:
+    def send(self, requests: Sequence[Request]) -> list[Any]:
         """Send requests variant by variant, so that few adapters are in use at a time; return their results.
 
         `InputError` after all others have been answered if some fail for good; at once if the server is gone.
@@ -444,14 +444,8 @@ class PrunedServerLM(AnsweringLM, LocalCompletionsAPI):
 
     # ------------------------------------------------------------------ generation
 
-    def generate(
-        self, requests: Sequence[Any], repeats: Sequence[int], done: Callable[[int, GeneratedText], None]
-    ) -> list[GeneratedText]:
-        """Generate a text for each request; see `generation.generate_until`."""
-        pairs = zip(requests, repeats, strict=True)
-        return self._send([self._generation(*pair, done, index) for index, pair in enumerate(pairs)])
-
-    def _generation(self, request: Any, repeat: int, done: Callable[[int, GeneratedText], None], index: int) -> Request:
+    def generating(self, request: Any, repeat: int, done: Callable[[GeneratedText], None]) -> Request:
+        """Return the server's request for one of lm-eval's."""
         name, (context, settings) = f"task {request.task_name}, document {request.doc_id}", request.args
         if self.arguments.router or not generation.is_sampling(settings):
             settings = generation.without_sampling(settings)
@@ -482,9 +476,8 @@ class PrunedServerLM(AnsweringLM, LocalCompletionsAPI):
                 raise ValueError("it aborted its answer")
             if answer is None:
                 logger.warning(
-                    "%s: an answer without text (content is null), as reasoning parsers give if the thoughts do not "
-                    "end; it counts as empty and is not stored: give more max_gen_toks, or start the server without a "
-                    "parser",
+                    "%s: an answer without text (content is null) counts as empty and is not stored: give more "
+                    "max_gen_toks, or start the server without a reasoning parser",
                     name,
                 )
                 text = GeneratedText()
@@ -504,7 +497,7 @@ class PrunedServerLM(AnsweringLM, LocalCompletionsAPI):
             return text
 
         variant = self.answering.variant(self.answering.attempt(request, repeat))
-        return Request(name, variant, payload, parse, lambda text: done(index, text))
+        return Request(name, variant, payload, parse, done)
 
     def _sampling_settings(self, settings: dict[str, Any], is_sampled: bool) -> dict[str, Any]:
         """Complete a task's settings as `hf` does: with the model's generation config, then with `hf`'s defaults."""
@@ -542,9 +535,9 @@ class PrunedServerLM(AnsweringLM, LocalCompletionsAPI):
             )
 
     def _loglikelihood_tokens(self, requests: Sequence[Any], **_: Any) -> list[tuple[float, bool]]:
-        return self._send([self._scoring(*request) for request in requests])
+        return self.send([self.scoring(*request) for request in requests])
 
-    def _scoring(self, texts: tuple[str, str] | None, context: list[int], continuation: list[int]) -> Request:
+    def scoring(self, texts: tuple[str, str] | None, context: list[int], continuation: list[int]) -> Request:
         """Return a request that scores tokens; `texts` are None for a window of a text."""
         tokens = [*context, *continuation][-self.max_length :]
         length = len(tokens) - len(continuation)
@@ -630,15 +623,16 @@ class ServerAnswering(Answering):
         return 1
 
     def _run(self, pending: PendingRequests, disable_tqdm: bool) -> list[Any]:
-        def keep(index: int, text: GeneratedText) -> None:
+        def keep(text: GeneratedText, key: Any) -> None:
             if text.is_missing and self.store:
-                self.store.responses[pending.keys[index]] = text  # used in this run, not stored
+                self.store.responses[key] = text  # used in this run, not stored
             else:
-                pending.add(pending.keys[index], text, **(text.ending._asdict() if text.ending else {}))
+                pending.add(key, text, **(text.ending._asdict() if text.ending else {}))
 
-        if pending.kind == "generate_until":
-            return list(self.lm.generate(pending.requests, pending.repeats, keep))
         lm = self.lm
+        if pending.kind == "generate_until":
+            rows = zip(pending.requests, pending.repeats, pending.keys, strict=True)
+            return list(lm.send([lm.generating(*row, partial(keep, key=key)) for *row, key in rows]))
         with self._hooked(pending), replaced(lm, max_length=lm.max_length - 1):  # a server generates one more token
             return list(getattr(LocalCompletionsAPI, pending.kind)(lm, pending.requests, disable_tqdm=disable_tqdm))
 

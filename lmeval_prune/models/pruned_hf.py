@@ -76,12 +76,13 @@ class PrunedHFLM(AnsweringLM, HFLM):
     def __init__(self, pretrained: Any = None, **arguments: Any) -> None:
         use_lm_eval_logging()
         parsed = isinstance(pretrained, Arguments)
-        self.arguments = arguments = pretrained if parsed else Arguments.of({"pretrained": pretrained, **arguments})
-        others, model, interventions = dict(arguments.others), arguments.pretrained, arguments.interventions
+        self.arguments = pretrained if parsed else Arguments.of({"pretrained": pretrained, **arguments})
+        own, others = self.arguments, dict(self.arguments.others)
+        model, interventions = own.pretrained, own.interventions
         if model == "" or not isinstance(model, str | PathLike | torch.nn.Module):
             raise InputError("name a model: --model_args pretrained=NAME_OR_FOLDER")
         if isinstance(model, torch.nn.Module):
-            arguments.refuse_misspelt(None)
+            own.refuse_misspelt(None)
             self.manifest = manifest_of(model)
             interventions = (*interventions_on(model), *interventions)
         else:
@@ -90,7 +91,7 @@ class PrunedHFLM(AnsweringLM, HFLM):
             model = embedded.resolve(str(model))
             embedded.check_name(model, others)
             self.manifest = valid_manifest(Path(model, others.get("subfolder") or ""))
-        if arguments.responses and any(intervention.needs_order for intervention in interventions):
+        if own.responses and any(intervention.needs_order for intervention in interventions):
             raise InputError("answers that depend on their order (state=run) cannot be stored; leave out responses")
         if others.get("device") is None and not torch.cuda.is_available():
             others["device"] = "mps" if torch.backends.mps.is_available() else "cpu"

@@ -48,7 +48,7 @@ from lmeval_prune.models.answering import Answering
 from lmeval_prune.models.arguments import Arguments, refuse_empty, unknown_argument
 from lmeval_prune.models.attempts import DENSE
 from lmeval_prune.models.checkpoint import Checkpoint
-from lmeval_prune.models.identity import SERVED_ANSWERING, ModelIdentity, code_versions
+from lmeval_prune.models.identity import SERVED_ANSWERING, code_versions, tokenizer_fingerprint
 from lmeval_prune.models.lengths import Ending
 from lmeval_prune.models.lm_base import AnsweringLM, use_lm_eval_logging
 from lmeval_prune.models.server_kinds import KINDS, UNPRUNED, ServedModel, ServedVariant
@@ -299,7 +299,17 @@ class PrunedServerLM(AnsweringLM, LocalCompletionsAPI):
     @cached_property
     def identity(self) -> dict[str, Any]:
         """Return the parts of the model that answers depend on, except the variant, as JSON."""
-        return ModelIdentity.of_server(self).to_json()
+        identity = {
+            "config": config_fingerprint(self.config),
+            "tokenizer": tokenizer_fingerprint(self.tokenizer),
+            "generation_config": self.checkpoint.generation_digest,
+            "dtype": self.dtype,
+            "arguments": {name: str(value) for name, value in sorted(self.options.answer_options.items())},
+            "server": self.kind.name + ("-chat" if self.chat else ""),
+            "checkpoint": self.base,
+        }
+        # models of one file name in several folders can be several trainings
+        return {**identity, "served": self.served.identity} if self.kind.adapter_list else identity
 
     @property
     def outcome_identity(self) -> dict[str, Any]:

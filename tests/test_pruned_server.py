@@ -411,7 +411,9 @@ def test_llama_cpp_started_again_with_its_adapters_in_another_order_is_not_asked
 
         stub.fault = fault
         with pytest.raises(InputError):
-            lm.generate_until([text("a b")])
+            lm.generate_until([text("a b"), text("c d", 1)])
+        with pytest.raises(InputError):
+            lm.generate_until([text("e f", 2)])
         assert len(stub.payloads) == 1
 
 

@@ -135,6 +135,7 @@ class PrunedServerLM(AnsweringLM, LocalCompletionsAPI):
         self.kind, self.seed, self.url = KINDS[options.server], options.seed, options.url
         self.endings: deque[Ending] = deque()
         self._stopped: InputError | None = None  # why no more requests are sent
+        self._is_known = False  # whether the server is the one of the start: it can have been started again
         source = {"revision": options.revision, "trust_remote_code": options.trust_remote_code}
         source["pretrained"] = str(options.pretrained or options.tokenizer or options.model)
         description = {key: value for key, value in self.arguments.description.items() if value is not None}
@@ -380,7 +381,8 @@ class PrunedServerLM(AnsweringLM, LocalCompletionsAPI):
 
         `InputError` after all others have been answered if some fail for good; at once if the server is gone.
         """
-        ordered, self._stopped = sorted(requests, key=lambda request: str(request.variant)), None
+        ordered = sorted(requests, key=lambda request: str(request.variant))
+        self._stopped, self._is_known = None, False
         for start in range(0, len(ordered), AT_ONCE):
             part = ordered[start : start + AT_ONCE]
             asyncio.run(self.get_batched_requests(part, [None] * len(part)))
@@ -400,10 +402,12 @@ class PrunedServerLM(AnsweringLM, LocalCompletionsAPI):
             if self._stopped:
                 return [None]
             try:
-                if request.failures:  # it may have been started again
+                if not self._is_known:
                     listed = await self._list(session)
                     if (listed.identity, listed.adapter_ids) != (self.served.identity, self.served.adapter_ids):
-                        raise InputError(f"it serves another model now, or other adapters ({listed.root})")
+                        self._stopped = InputError(f"{self.url} has another model or other adapters ({listed.root})")
+                        raise self._stopped
+                    self._is_known = True
                 (body,) = await super().amodel_call(session, asyncio.Semaphore(), messages)
                 if self.kind.echoes_model and body["model"] != self._create_payload(request)["model"]:
                     raise ValueError(f"it answered as {str(body['model'])[:100]}")
@@ -411,7 +415,7 @@ class PrunedServerLM(AnsweringLM, LocalCompletionsAPI):
             except InputError as error:
                 request.error = error
             except Exception as error:
-                request.failures += 1
+                request.failures, self._is_known = request.failures + 1, False
                 status = getattr(error, "status", 0)
                 is_rejected = 400 <= status < 500 and status not in (408, 429)
                 if request.failures < self.max_retries and not is_rejected:

@@ -18,7 +18,6 @@ from lm_eval.api.registry import get_model
 from lm_eval.models import api_models
 from lm_eval.models.api_models import TemplateAPI
 from lm_eval.models.huggingface import HFLM
-from lm_eval.utils import simple_parse_args_string
 
 from lmeval_prune.artefacts import content_digest, digest
 from lmeval_prune.checkpoints.identity import checkpoint_identity, configuration_files
@@ -52,34 +51,24 @@ class ResumableLM(CheckedArgumentsLM):
         arguments: model_args of `lm`.
     """
 
-    @classmethod
     @print_input_errors
-    def create_from_arg_obj(cls, arg_dict: dict[str, Any], additional_config: dict[str, Any] | None = None) -> Any:
+    def __new__(cls, lm: Any = None, responses: Any = None, store_every: Any = 256, **arguments: Any) -> Any:
         """Create the model that `lm=` names."""
         use_lm_eval_logging()
-        arguments = dict(arg_dict)
-        name, folder = str(arguments.pop("lm", None)), arguments.pop("responses", None)
-        store_every = parse_value("store_every", arguments.pop("store_every", 256), Count)
-        model: type[LM] = get_model(name)
+        every, model = parse_value("store_every", store_every, Count), get_model(lm)
         if issubclass(model, CheckedArgumentsLM):
-            raise InputError(f"lm={name} is a model of lmeval-prune; use --model {name}")
-        if not folder:
+            raise InputError(f"lm={lm} is a model of lmeval-prune; use --model {lm}")
+        if not responses:
             raise InputError("name the folder of the answers: responses=FOLDER")
-        attributes = {"model_class": model, "store_every": store_every, "takes_seed": name in _TAKES_SEED}
-        attributes["model_digest"] = digest(model_identity(name, arguments))
+        attributes = {"model_class": model, "store_every": every, "takes_seed": lm in _TAKES_SEED}
+        attributes["model_digest"] = digest(model_identity(lm, arguments))
         gc.collect()  # an earlier model with this store, if it is part of a reference cycle
-        store = AnswerStore(str(folder), int(os.environ.get("RANK", "0")))
+        store = AnswerStore(str(responses), int(os.environ.get("RANK", "0")))
         try:
-            kind: Any = type(f"Resumable{model.__name__}", (_Resumable, model), {**attributes, "store": store})
-            return kind.create_from_arg_obj(arguments, additional_config)
+            return type(f"Resumable{model.__name__}", (_Resumable, model), {**attributes, "store": store})(**arguments)
         except BaseException:
             store.close()
             raise
-
-    @classmethod
-    def create_from_arg_string(cls, arg_string: str, additional_config: dict[str, Any] | None = None) -> Any:
-        """Create the model that `lm=` names, from a string of arguments."""
-        return cls.create_from_arg_obj(simple_parse_args_string(arg_string), additional_config)
 
 
 def model_identity(name: str, arguments: dict[str, Any]) -> dict[str, Any]:

@@ -200,9 +200,10 @@ def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def quick_retries(monkeypatch: pytest.MonkeyPatch) -> None:
     """Wait shortly before a request is sent again."""
-    from lmeval_prune.models.dispatch import Dispatcher
+    from lm_eval.models import api_models
+    from tenacity import wait_fixed
 
-    monkeypatch.setattr(Dispatcher, "first_wait", 0.01)
+    monkeypatch.setattr(api_models, "wait_exponential", lambda **_: wait_fixed(0.02))
 
 
 @pytest.fixture(scope="session")

@@ -241,16 +241,6 @@ def test_the_temperature_of_a_greedy_answer_is_not_read(
     assert len([*read_answers(tmp_path)]) == len({*PROMPTS})
 
 
-@pytest.mark.parametrize("engine", ["auto", "batched"])
-def test_a_choice_without_a_token_of_its_own_is_named(
-    tiny_folder: Path, engine: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    lm = model(tiny_folder, engine=engine)
-    monkeypatch.setattr(lm, "_encode_pair", lambda context, continuation: (lm.tok_encode(context + continuation), []))
-    with pytest.raises(InputError, match="target_delimiter"):
-        lm.loglikelihood([request("loglikelihood", ("Ans", "wer"), 0)])
-
-
 @pytest.mark.parametrize(
     ("family", "arguments", "before", "after"),
     [

@@ -13,7 +13,7 @@ from lmeval_prune.export.manifest import MANIFEST
 from lmeval_prune.grid import cells
 from lmeval_prune.grid.configuration import Grid
 from lmeval_prune.models.pruned_hf import PrunedHFLM
-from lmeval_prune.models.server_kinds import KINDS, Listing, ServedVariant
+from lmeval_prune.models.server_kinds import KINDS, ServedModel, ServedVariant
 from tests.stub_server import Stub
 from tests.test_pruned_hf import requests
 from tests.test_pruned_server import served
@@ -66,13 +66,10 @@ def test_an_adapter_that_changes_nothing_or_is_not_served_is_refused(tiny_folder
     with Stub(tiny_folder, ("L0H2",)) as stub, pytest.raises(InputError):
         served(tiny_folder, stub, lora=str(lora))
     with pytest.raises(InputError):
-        KINDS["llamacpp"].variant_fields("tiny", ServedVariant("tuned"), Listing(adapter_ids={"other": 0}))
-    listing = Listing(adapter_ids={"other": 0, "tuned": 1})
-    scales = [
-        adapter["scale"]
-        for adapter in KINDS["llamacpp"].variant_fields("tiny", ServedVariant("tuned"), listing)["lora"]
-    ]
-    assert scales == [0, 1]
+        KINDS["llamacpp"].variant_fields(ServedModel("tiny", adapter_ids={"other": 0}), ServedVariant("tuned"))
+    model = ServedModel("tiny", adapter_ids={"other": 0, "tuned": 1})
+    fields = KINDS["llamacpp"].variant_fields(model, ServedVariant("tuned"))
+    assert [adapter["scale"] for adapter in fields["lora"]] == [0, 1]
 
 
 def test_a_cell_of_a_grid_knows_its_lora_adapter(tiny_folder: Path, lora: Path, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from lmeval_prune.grid.folder import GridFolder
 from lmeval_prune.grid.run import run
 from lmeval_prune.models.answer_store import read_answers
 from lmeval_prune.models.pruned_server import PrunedServerLM
-from lmeval_prune.models.server_record import RECORD, ServerRecord
+from lmeval_prune.models.server_record import RECORD, check_record
 from tests.stub_server import Stub
 from tests.test_pruned_server import served, text
 
@@ -61,23 +61,6 @@ def test_another_training_does_not_go_on_with_stored_answers(
     with remote(retrained, kind) as stub:  # no answer was asked for
         served(tiny_folder, stub, responses=str(tmp_path / "s")).close()
     ask(tiny_folder, tmp_path / "s", "a b")
-
-
-def test_processes_share_a_record(tmp_path: Path) -> None:
-    """Nothing is written before all checks have passed; nobody's entry is lost, and the first one counts."""
-    path, first, other = tmp_path / "new" / RECORD, [("a", -1.0), ("b", -2.0)], [("a", -3.0), ("b", -2.0)]
-    records = [ServerRecord(path, [key], "float32", True) for key in (1, 2, 1)]
-    for record, signature in zip(records, (first, first, other), strict=True):
-        record.check("http://a", signature)
-    assert not path.exists()
-    for record in records[:2]:
-        record.save()
-    with pytest.raises(InputError):
-        records[2].save()
-    for key in (1, 2):
-        ServerRecord(path, [key], "float32", False).check("http://b", first)
-        with pytest.raises(InputError):
-            ServerRecord(path, [key], "float32", False).check("http://b", other)
 
 
 def test_a_grid_has_answers_of_one_model(tiny_folder: Path, retrained: Path, tmp_path: Path) -> None:
@@ -135,17 +118,16 @@ def test_files_of_one_model_are_cells_by_their_names(tiny_folder: Path) -> None:
         cells_of(Grid.of({**settings, "variants": addresses}))
 
 
-def test_rounding_is_no_other_model() -> None:
+def test_rounding_is_no_other_model(tmp_path: Path) -> None:
     known = [("a", -1.0), ("b", -2.0), ("c", -1.5), ("d", -1.0)]
     near = [("a", -1.1), ("b", -1.9), ("e", -1.52), ("f", -9.0)]  # c and e are as probable: others follow
     for dtype, is_other in (("float32", True), ("bfloat16", False), ("", False)):
-        record = ServerRecord(None, [], dtype, False)
-        record.check("http://a", known)
+        check_record(tmp_path / RECORD, [dtype], dtype, known, False, "http://a")
         if is_other:
             with pytest.raises(InputError):
-                record.check("http://b", near)
+                check_record(tmp_path / RECORD, [dtype], dtype, near, False, "http://b")
         else:
-            record.check("http://b", near)
+            check_record(tmp_path / RECORD, [dtype], dtype, near, False, "http://b")
 
 
 def test_the_folder_that_a_server_names(tiny_folder: Path, retrained: Path, tmp_path: Path) -> None:

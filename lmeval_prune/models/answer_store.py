@@ -289,7 +289,7 @@ def answer_requests(
         Responses in the order of `requests`, and their keys.
     """
     repeats = repeat_indices(requests)
-    keys, new_columns = _look_up(store, requests, repeats, kind, key_parts)
+    keys, new_columns = look_up(store, requests, repeats, kind, key_parts)
     first: dict[str, int] = {}
     for index, key in enumerate(keys):
         first.setdefault(key, index)
@@ -315,20 +315,7 @@ def answer_requests(
     return [restore(store.responses[key]) for key in keys], keys
 
 
-def _digests(kind: str, parts: dict[str, Any]) -> tuple[str, str, dict[str, Any]]:
-    """Return the digest of a request without versions, its key, and the versions."""
-    versions = parts["versions"]
-    request = digest({"kind": kind, **{name: value for name, value in parts.items() if name != "versions"}})
-    return request, digest([request, versions]), versions
-
-
-def answer_keys(requests: Sequence[Any], kind: str, key_parts: KeyParts) -> list[str]:
-    """Return the keys of requests; arguments as in `answer_requests`."""
-    pairs = zip(requests, repeat_indices(requests), strict=True)
-    return [_digests(kind, key_parts(request, repeat)[0])[1] for request, repeat in pairs]
-
-
-def _look_up(
+def look_up(
     store: AnswerStore, requests: Sequence[Any], repeats: Sequence[int], kind: str, key_parts: KeyParts
 ) -> tuple[list[str], dict[str, dict[str, Any]]]:
     """Return the requests' keys, and the columns of answers that are not stored by key."""
@@ -338,7 +325,9 @@ def _look_up(
     prompts: dict[int, str] = {}  # digests by request: its repeats are the same object
     for request, repeat in zip(requests, repeats, strict=True):
         parts, head = key_parts(request, repeat)
-        request_digest, key, versions = _digests(kind, parts)
+        versions = parts.pop("versions")
+        request_digest = digest({"kind": kind, **parts})
+        key = digest([request_digest, versions])
         keys.append(key)
         if key in store.responses or key in columns:
             continue

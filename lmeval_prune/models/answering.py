@@ -24,19 +24,18 @@ from lmeval_prune.models import generation, likelihood
 from lmeval_prune.models.answer_store import (
     AnswerStore,
     PendingRequests,
-    answer_keys,
     answer_requests,
+    look_up,
     read_answers,
     repeat_indices,
 )
 from lmeval_prune.models.attempts import DENSE
 from lmeval_prune.models.identity import code_versions
-from lmeval_prune.models.lengths import Ending, cut_off_note, lengths_by_task, merge_lengths
+from lmeval_prune.models.lengths import Ending, cut_off_note, merge_lengths, summarize_lengths
 from lmeval_prune.models.lm_base import report_answers
 
 logger = logging.getLogger(__name__)
 AUTO_GROUP_SIZE = 8  # requests that are sampled together under batch_size=auto
-Answers = tuple[list[Any], list[str], list[Ending | None]]  # responses, keys in the store, endings of texts
 
 
 class Answering:
@@ -52,10 +51,7 @@ class Answering:
         self._lm = ref(lm)  # no reference cycle: the model is freed with its last user
         self.router = lm.arguments.router
         self.lengths: dict[str, dict[str, Any]] = {}
-        self._interventions: tuple[Intervention, ...] = ()
-        self._identities: dict[str, list[Any]] = {}  # of the interventions and those of a variant, by its name
-        self._reasons: set[str] = set()  # why log-likelihoods are not computed by the engine, as logged
-        self._is_frozen = False  # whether `_interventions` stays as it is
+        self._identities: dict[str, list[Any]] = {}  # `interventions` by attempt, as of the call that is answered
         self._model_digest = ""
         if self.router:
             self.router.fit_to(lm.model_map, lm.weights, self.interventions())
@@ -83,8 +79,22 @@ class Answering:
             if kind != "generate_until":
                 raise InputError("router= is for generative tasks only; leave out tasks that score given texts")
             self.router.prepare(requests, self.lm)
-        with self._frozen_interventions():
-            responses, keys, endings = self._answer(kind, requests, disable_tqdm)
+        self._begin()
+        run, repeats = partial(self._run, disable_tqdm=disable_tqdm), repeat_indices(requests)
+        keys: list[str] = []
+        endings: list[Ending | None] = [None] * len(requests)
+        if self.store is None:
+
+            def add(index: int, _: Any, **columns: Any) -> None:
+                if "length" in columns:
+                    endings[index] = Ending(columns["length"], columns["cut_off"])
+
+            responses = run(PendingRequests(kind, add, requests, range(len(requests)), repeats))
+        else:
+            groups = (_is_sampled, self._group_size) if kind == "generate_until" else ()
+            key_parts = partial(self._key_parts, kind)
+            responses, keys = answer_requests(self.store, requests, kind, key_parts, run, self.lm.any_rank, *groups)
+            endings = [self.store.endings.get(key) for key in keys]
         if kind == "generate_until":
             self._report_lengths(requests, endings)
         if self.router:
@@ -104,59 +114,46 @@ class Answering:
         assert self.store and self.lm.engine and not self.router
         if not self._is_on_engine(kind):
             return
-        with self._frozen_interventions():
-            identities = [self._identity([mask] if mask else []) for mask in masks]
+        self._begin()
+        identities = [self._identity(mask) for mask in masks]
 
-            def key_parts(request: Any, index: int) -> tuple[dict[str, Any], str]:
-                repeat, number = divmod(index, count)
-                return self._parts(kind, request, repeat, identities[number]), _pruned_heads(identities[number])
+        def key_parts(request: Any, index: int) -> tuple[dict[str, Any], str]:
+            return self._parts(kind, request, index // count, identities[index % count])
 
-            def run(pending: PendingRequests) -> list[Any]:
-                row_masks = [masks[index % count] for index in pending.repeats]
-                return self._decode(pending, [index // count for index in pending.repeats], row_masks, disable_tqdm)
+        def run(pending: PendingRequests) -> list[Any]:
+            row_masks = [masks[index % count] for index in pending.repeats]
+            return self._decode(pending, [index // count for index in pending.repeats], row_masks, disable_tqdm)
 
-            repeated = [request for request in requests for _ in masks]
-            answer_requests(self.store, repeated, kind, key_parts, run)
+        answer_requests(self.store, [request for request in requests for _ in masks], kind, key_parts, run)
 
     def stored(self, kind: str, requests: Sequence[Any]) -> list[dict[str, Any]]:
         """Return the records of answered requests in the store, with the tokens that the engine generated."""
         assert self.store
-        with self._frozen_interventions():
-            keys = answer_keys(requests, kind, partial(self._key_parts, kind))
+        self._begin()
+        keys, _ = look_up(self.store, requests, repeat_indices(requests), kind, partial(self._key_parts, kind))
         records = {record["key"]: record for record in read_answers(self.store.folder)}
         return [records[key] for key in keys]
 
-    @contextmanager
-    def _frozen_interventions(self) -> Iterator[None]:
-        """Read the interventions once for a block, in which the engine applies its own masks."""
-        self._refresh()
+    def _begin(self) -> None:
+        """Read the model's interventions anew, before the engine applies masks of its own."""
+        self._identities = {}
+        self._identities = {name: self.interventions(name) for name in (self.router.masks if self.router else [DENSE])}
         self._model_digest = digest(self.lm.identity) if self.store else ""
-        with replaced(self, _is_frozen=True):
-            yield
 
     # ------------------------------------------------------------------ keys
 
     def interventions(self, attempt: str = DENSE) -> list[Any]:
         """Return the identities of the model's interventions, with a router's mask, and of the layers."""
-        self._refresh()
-        if attempt not in self._identities:
-            mask = self.router.masks[attempt] if self.router else None
-            self._identities[attempt] = self._identity([mask] if mask else [])
-        return self._identities[attempt]
+        return self._identity(self.router.masks[attempt] if self.router else None)
 
     def attempt(self, request: Any, repeat: int) -> str:
         """Return the name of the router's attempt at a request; of the unpruned model without a router."""
         return self.router.attempt(request, repeat) if self.router else DENSE
 
-    def _identity(self, added: Sequence[Intervention]) -> list[Any]:
-        interventions = combined([*self._interventions, *added])
+    def _identity(self, mask: HeadMask | None) -> list[Any]:
+        interventions = combined([*self._applied(), *([mask] if mask else [])])
         identities: list[Any] = [intervention.identity(self.lm.model_map) for intervention in interventions]
         return [*identities, digest(self.lm.model_map.signature())] if identities else []
-
-    def _refresh(self) -> None:
-        interventions = self._interventions if self._is_frozen else self._applied()
-        if list(map(id, interventions)) != list(map(id, self._interventions)):
-            self._interventions, self._identities = interventions, {}
 
     def _applied(self) -> tuple[Intervention, ...]:
         return interventions_on(self.lm.model)
@@ -167,11 +164,10 @@ class Answering:
         return [engine, *generation.sampling_key(self.lm.seed, request, repeat)]
 
     def _key_parts(self, kind: str, request: Any, repeat: int) -> tuple[dict[str, Any], str]:
-        """Return everything that determines an answer, as JSON, and the names of the pruned heads."""
-        identities = self.interventions(self.attempt(request, repeat))
-        return self._parts(kind, request, repeat, identities), _pruned_heads(identities)
+        return self._parts(kind, request, repeat, self._identities[self.attempt(request, repeat)])
 
-    def _parts(self, kind: str, request: Any, repeat: int, identities: list[Any]) -> dict[str, Any]:
+    def _parts(self, kind: str, request: Any, repeat: int, identities: list[Any]) -> tuple[dict[str, Any], str]:
+        """Return everything that determines an answer, as JSON, and the names of the pruned heads (`dense`: none)."""
         arguments, sampling_key = list(request.args), []
         if kind == "generate_until":
             if generation.is_sampling(arguments[1]) and not self.router:
@@ -181,7 +177,9 @@ class Answering:
         methods = [dict(identity) if isinstance(identity, dict) else identity for identity in identities]
         versions = {method["method"]: method.pop("version") for method in methods if isinstance(method, dict)}
         parts = {"model": self._model_digest, "interventions": methods, "request": arguments, "drawn": sampling_key}
-        return {**parts, "versions": {**self.versions, **versions}}
+        heads = [method.get("heads", ()) for method in methods if isinstance(method, dict)]
+        names = [name for masked in heads if isinstance(masked, list | tuple) for name in masked]
+        return {**parts, "versions": {**self.versions, **versions}}, adapter_name(names) if names else DENSE
 
     @property
     def versions(self) -> dict[str, Any]:
@@ -190,72 +188,65 @@ class Answering:
 
     # ------------------------------------------------------------------ answering
 
-    def _answer(self, kind: str, requests: list[Any], disable_tqdm: bool) -> Answers:
-        run = partial(self._run, disable_tqdm=disable_tqdm)
-        if self.store is not None:
-            groups = (_is_sampled, self._group_size) if kind == "generate_until" else ()
-            key_parts = partial(self._key_parts, kind)
-            responses, keys = answer_requests(self.store, requests, kind, key_parts, run, self.lm.any_rank, *groups)
-            return responses, keys, [self.store.endings.get(key) for key in keys]
-        endings: list[Ending | None] = [None] * len(requests)
-
-        def add(index: int, _: Any, **columns: Any) -> None:
-            if "length" in columns:
-                endings[index] = Ending(columns["length"], columns["cut_off"])
-
-        pending = PendingRequests(kind, add, requests, range(len(requests)), repeat_indices(requests))
-        return run(pending), [], endings
-
     def _run(self, pending: PendingRequests, disable_tqdm: bool) -> list[Any]:
-        if pending.kind == "generate_until":
-            return self._generate(pending, disable_tqdm)
-        if self._is_on_engine(pending.kind):
-            return self._decode(pending, silent=disable_tqdm)
-        return self._run_by_hf(pending, disable_tqdm)
-
-    def _run_by_hf(self, pending: PendingRequests, disable_tqdm: bool) -> list[Any]:
-        with self._hooked(pending):
-            if self.store is None:
-                return self._compute(pending.kind, pending.requests, disable_tqdm)
-            return self._compute_in_parts(pending, disable_tqdm)
-
-    def _generate(self, pending: PendingRequests, disable_tqdm: bool) -> list[str]:
-        """Generate texts, each by the engine or by `hf`, as `EngineChoice` decides."""
-        texts = self._generate_by_engine(pending, disable_tqdm)
-        hf_indices = [index for index in range(len(pending.requests)) if index not in texts]
-        if self.lm.any_rank(bool(hf_indices)):  # `hf` synchronises the ranks, so all run it
-            part = hf_indices or [0]
-            texts = dict(zip(part, self._run_by_hf(pending.part(part), disable_tqdm), strict=True)) | texts
-        return [texts[index] for index in range(len(pending.requests))]
-
-    def _generate_by_engine(self, pending: PendingRequests, disable_tqdm: bool) -> dict[int, str]:
-        choice = self.lm.engine_choice
-        indices = choice.by_engine(pending.requests)
-        if not indices:
-            return {}
-        part = pending.part(indices)
-        try:
-            masks = None  # of the router, for greedy texts
+        """Answer by the engine or by `hf`: texts as `EngineChoice` decides for each request."""
+        if pending.kind != "generate_until":
+            if self._is_on_engine(pending.kind):
+                return self._decode(pending, silent=disable_tqdm)
+            return self._run_by_hf(pending, disable_tqdm)
+        choice, texts = self.lm.engine_choice, {}
+        if indices := choice.by_engine(pending.requests):
+            part, masks = pending.part(indices), None
             if self.router:
                 masks = [self.router.masks[name] for name in map(self.attempt, part.requests, part.repeats)]
-            texts = self._decode(part, None, masks, disable_tqdm, is_greedy=bool(self.router))
-            return dict(zip(indices, texts, strict=True))
-        except InsufficientMemoryError as error:
-            if self.lm.arguments.engine != "auto":
-                raise
-            choice.log(f"lm-eval's hf answers greedy requests: {error}")
-            return {}
+            try:
+                decoded = self._decode(part, None, masks, disable_tqdm, is_greedy=bool(self.router))
+                texts = dict(zip(indices, decoded, strict=True))
+            except InsufficientMemoryError as error:
+                if self.lm.arguments.engine != "auto":
+                    raise
+                choice.log(f"lm-eval's hf answers greedy requests: {error}")
+        others = [index for index in range(len(pending.requests)) if index not in texts]
+        if self.lm.any_rank(bool(others)):  # `hf` synchronises the ranks, so all run it
+            others = others or [0]
+            texts = dict(zip(others, self._run_by_hf(pending.part(others), disable_tqdm), strict=True)) | texts
+        return [texts[index] for index in range(len(pending.requests))]
+
+    def _run_by_hf(self, pending: PendingRequests, disable_tqdm: bool) -> list[Any]:
+        """Answer by lm-eval's `hf`; with a store in parts, so that answers are stored soon and sampled by own seeds."""
+        lm, kind, requests, every = self.lm, pending.kind, pending.requests, range(len(pending.requests))
+        sampled = [i for i in every if self.store and kind == "generate_until" and _is_sampled(requests[i])]
+        others = sorted({*every} - {*sampled})
+        size = max(len(others), 1)
+        if self.store and kind == "loglikelihood_rolling" and lm.world_size == 1 and isinstance(lm.batch_size, int):
+            size = 4 * lm.batch_size  # lm-eval reports rolling requests only at the end of a call
+        parts = [others[start : start + size] for start in range(0, len(others), size)]
+        group_size, seeded = self._group_size, len(parts)
+        parts += [sampled[start : start + group_size] for start in range(0, len(sampled), group_size)]
+        schedule = min(lm.batch_schedule, len(requests)) if self.store else lm.batch_schedule  # lm-eval divides by it
+        responses: dict[int, Any] = {}
+        devices = [lm.device] if lm.device.type == "cuda" else []
+        with self._hooked(pending), replaced(lm, batch_schedule=schedule, batch_size_per_gpu=lm.batch_size_per_gpu):
+            bar = tqdm(parts, "sampling", disable=disable_tqdm or lm.rank > 0 or not sampled, unit="batch")
+            for number, part in enumerate(bar):
+                with torch.random.fork_rng(devices, enabled=number >= seeded):
+                    if number >= seeded:
+                        lm.batch_size_per_gpu = group_size
+                        torch.manual_seed(int(digest([lm.seed, [pending.keys[i] for i in part]]), 16) >> 1)
+                    chosen, silent = [requests[i] for i in part], disable_tqdm or number >= seeded
+                    with replaced(lm, asked=[request.args for request in chosen]):
+                        computed = getattr(HFLM, kind)(lm, chosen, disable_tqdm=silent)
+                responses.update(zip(part, computed, strict=True))
+        return [responses[index] for index in every]
 
     def _is_on_engine(self, kind: str) -> bool:
         """Return whether the engine answers requests of a kind; log once why it computes no log-likelihoods."""
         engine = self.lm.engine if self.lm.arguments.engine == "batched" else None
         if engine is None or kind == "generate_until":
             return engine is not None
-        reason = engine.unscored
-        if reason and reason not in self._reasons:
-            self._reasons.add(reason)
-            logger.info("lm-eval's hf computes the log-likelihoods: %s", reason)
-        return reason is None
+        if engine.unscored:
+            self.lm.engine_choice.log(f"lm-eval's hf computes the log-likelihoods: {engine.unscored}")
+        return engine.unscored is None
 
     def _decode(
         self,
@@ -295,43 +286,6 @@ class Answering:
         with report_answers(lm, report):
             yield
 
-    def _compute(self, kind: str, requests: list[Any], disable_tqdm: bool) -> list[Any]:
-        with replaced(self.lm, asked=[request.args for request in requests]):
-            return list(getattr(HFLM, kind)(self.lm, requests, disable_tqdm=disable_tqdm))
-
-    def _compute_in_parts(self, pending: PendingRequests, disable_tqdm: bool) -> list[Any]:
-        """Answer by lm-eval's `hf` in parts, so that answers are stored soon and sampled by seeds of their own."""
-        lm, kind, requests = self.lm, pending.kind, pending.requests
-        schedule = min(lm.batch_schedule, len(requests))  # lm-eval divides the requests by it
-        with replaced(lm, batch_schedule=schedule, batch_size_per_gpu=lm.batch_size_per_gpu):
-            if kind == "generate_until":
-                return self._generate_in_groups(pending, disable_tqdm)
-            size = len(requests)
-            if kind == "loglikelihood_rolling" and lm.world_size == 1 and isinstance(lm.batch_size, int):
-                size = 4 * lm.batch_size  # lm-eval reports rolling requests only at the end of a call
-            parts = [requests[i : i + size] for i in range(0, len(requests), size)]
-            return [response for part in parts for response in self._compute(kind, part, disable_tqdm)]
-
-    def _generate_in_groups(self, pending: PendingRequests, disable_tqdm: bool) -> list[str]:
-        """Generate texts: greedy ones together, sampled ones in groups that are seeded by the keys of the group."""
-        lm, size = self.lm, self._group_size
-        responses: dict[int, str] = {}
-
-        def compute(indices: list[int], silent: bool) -> None:
-            texts = self._compute("generate_until", [pending.requests[i] for i in indices], silent)
-            responses.update(zip(indices, texts, strict=True))
-
-        sampled = [index for index, request in enumerate(pending.requests) if _is_sampled(request)]
-        if greedy := sorted({*range(len(pending.requests))} - {*sampled}):
-            compute(greedy, disable_tqdm)
-        lm.batch_size_per_gpu = size
-        groups = [sampled[i : i + size] for i in range(0, len(sampled), size)]
-        for group in tqdm(groups, "sampling", disable=disable_tqdm or lm.rank > 0 or not sampled, unit="batch"):
-            with torch.random.fork_rng([lm.device] if lm.device.type == "cuda" else []):
-                torch.manual_seed(int(digest([lm.seed, [pending.keys[i] for i in group]]), 16) >> 1)
-                compute(group, True)
-        return [responses[index] for index in range(len(pending.requests))]
-
     @property
     def _group_size(self) -> int:
         """Return how many requests are sampled from one stream of random numbers: 1 for the engine, a batch for `hf`.
@@ -347,12 +301,16 @@ class Answering:
 
     def _report_lengths(self, requests: Sequence[Any], endings: Sequence[Ending | None]) -> None:
         """Keep the lengths of each task's answers on all ranks, and warn if many answers were cut off."""
+        ended: dict[str, list[Ending | None]] = defaultdict(list)
+        limits: dict[str, int] = defaultdict(int)
+        for request, ending in zip(requests, endings, strict=True):
+            task, settings = str(request.task_name), request.args[1]
+            ended[task].append(ending)
+            if "max_length" not in settings:  # which counts the prompt, too
+                limits[task] = max(limits[task], generation.answer_limit(settings, self.lm.max_gen_toks))
+        own = {task: summarize_lengths(ended[task], limits[task] or None) for task in ended}
         parts: dict[str, list[dict[str, Any]]] = defaultdict(list)
-        limits = [
-            None if "max_length" in request.args[1] else generation.answer_limit(request.args[1], self.lm.max_gen_toks)
-            for request in requests
-        ]  # `max_length` counts the prompt, too
-        for lengths in self.lm.gather_from_ranks(lengths_by_task(requests, endings, limits)):
+        for lengths in self.lm.gather_from_ranks(own):
             for task, part in lengths.items():
                 parts[task].append(part)
         self.lengths = {task: merge_lengths(task_parts) for task, task_parts in parts.items()}
@@ -375,13 +333,6 @@ class Answering:
             columns["lengths"] = [ending and ending.length for _, _, ending in tries]
             columns["cut_off"] = [ending and ending.cut_off for _, _, ending in tries]
             request.arguments = (context, {**generation.without_sampling(settings), **columns})
-
-
-def _pruned_heads(identities: list[Any]) -> str:
-    """Return the heads that interventions prune in the notation of `heads=`, many as a digest; `dense` if none."""
-    heads = [identity.get("heads", ()) for identity in identities if isinstance(identity, dict)]
-    names = [name for masked in heads if isinstance(masked, list | tuple) for name in masked]
-    return adapter_name(names) if names else DENSE
 
 
 def _is_sampled(request: Any) -> bool:

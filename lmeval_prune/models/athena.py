@@ -17,8 +17,7 @@ from lmeval_prune.config import resolve_device
 from lmeval_prune.errors import InputError, print_input_errors
 from lmeval_prune.models.arguments import Arguments, unknown_argument
 from lmeval_prune.models.identity import interventions_report
-from lmeval_prune.models.lm_base import CheckedArgumentsLM
-from lmeval_prune.models.logs import log_interventions, use_lm_eval_logging
+from lmeval_prune.models.lm_base import CheckedArgumentsLM, log_interventions, use_lm_eval_logging
 from lmeval_prune.training.questions import question_key
 
 eval_logger = logging.getLogger(__name__)
@@ -90,15 +89,11 @@ class AthenaLM(CheckedArgumentsLM):
                 problems.append(Problem.of_document(request.doc, self.field))
             except ValueError:
                 problems.append(Problem.of(request.doc[self.field]))
-        self._warn_of_training_questions(requests)
+        trained_on = set(self.about.get("trained_on", ()))
+        if leaked := {question_key(request.doc, self.field) for request in requests} & trained_on:
+            eval_logger.warning("%d of the questions were in this model's training data: this is no test", len(leaked))
         texts = answers(self.host, problems, self.batch_size)
         return [rf"\boxed{{{text}}}" if text else "" for text in texts]
-
-    def _warn_of_training_questions(self, requests: list[Any]) -> None:
-        trained_on = set(self.about.get("trained_on", ()))
-        leaked = {question_key(request.doc, self.field) for request in requests} & trained_on
-        if leaked:
-            eval_logger.warning("%d of the questions were in this model's training data: this is no test", len(leaked))
 
     @print_input_errors
     def loglikelihood(self, requests: list[Any]) -> list[tuple[float, bool]]:

@@ -38,25 +38,24 @@ class EngineChoice:
         self._logged: set[str] = set()
         self._reasons: dict[str, str | None] = {}  # by generation settings: why `hf` answers them
         self._reason = _why_hf(lm) if self._is_auto else None
-        self.engine = None if self._reason or lm.arguments.engine == "generate" else self._create(lm)
-
-    def _create(self, lm: Any) -> Engine:
+        self.engine: Engine | None = None
+        if self._reason or lm.arguments.engine == "generate":
+            return
         if lm.backend != "causal":
             raise InputError("engine=batched is for causal models only; leave engine out for an encoder-decoder")
         options, size = lm.arguments, lm.batch_size
-        rows = size if self._is_auto and isinstance(size, int) and size > 1 else None  # lm-eval's default is 1
-        engine = Engine(
+        self.engine = Engine(
             lm.model,
             lm.tokenizer,
             model_map=lm.model_map,
-            max_rows=options.engine_rows or rows,
+            # lm-eval's default is 1
+            max_rows=options.engine_rows or (size if self._is_auto and isinstance(size, int) and size > 1 else None),
             context=lm.max_length,
             deterministic=bool(options.deterministic),
         )
-        engine.stopping.think_end = lm.think_end_token
+        self.engine.stopping.think_end = lm.think_end_token
         if self._is_auto:  # fewer rows would be slower than `hf`
-            engine.min_rows = size if isinstance(size, int) else AUTO_MIN_ROWS
-        return engine
+            self.engine.min_rows = size if isinstance(size, int) else AUTO_MIN_ROWS
 
     def by_engine(self, requests: Sequence[Any]) -> list[int]:
         """Return the indices of the requests that the engine answers."""
@@ -67,7 +66,7 @@ class EngineChoice:
             return []
         chosen = []
         for index, request in enumerate(requests):
-            if reason := self._why_hf(request):
+            if reason := self._why_hf(*request.args):
                 self.log(f"lm-eval's hf answers requests of task {request.task_name}: {reason}", reason)
             else:
                 chosen.append(index)
@@ -77,42 +76,34 @@ class EngineChoice:
         return chosen
 
     def log(self, decision: str, reason: str = "") -> None:
-        """Log a decision of `engine=auto` and its reason, once for each reason."""
+        """Log a decision and its reason, once for each reason."""
         if (reason or decision) not in self._logged:
             self._logged.add(reason or decision)
             lm: Any = self._lm()
             if lm.rank == 0:
-                logger.info("engine=auto: %s", decision)
+                logger.info("engine=%s: %s", lm.arguments.engine, decision)
 
-    def _why_hf(self, request: Any) -> str | None:
+    def _why_hf(self, context: str, settings: dict[str, Any]) -> str | None:
         """Return why `hf` answers a request; None if the engine does."""
-        if reason := self._reason or self._why_unsupported():
-            return reason
-        context, settings = request.args
-        if not context:
-            return "its prompt is empty"
-        key = repr(settings)
-        if key not in self._reasons:
-            self._reasons[key] = self._why_settings(settings)
-        return self._reasons[key]
-
-    def _why_unsupported(self) -> str | None:
+        if self._reason or not context:
+            return self._reason or "its prompt is empty"
         assert self.engine
         window = sliding_window(self.engine.model_map)
         if window > MAX_CHECKED_WINDOW and not is_tested(self.engine.model_map):
             return f"the model's family is not tested, and its sliding window of {window} tokens is too large to check"
-        return self.engine.unsupported
-
-    def _why_settings(self, settings: dict[str, Any]) -> str | None:
-        assert self.engine
+        if self.engine.unsupported:
+            return self.engine.unsupported
         if generation.is_sampling(settings):
             return "they are sampled, and the engine would draw other random numbers"
-        try:
-            params, _ = generation.engine_settings(self._lm(), settings)
-            self.engine.stopping.check(params)
-        except InputError as error:
-            return error.problem
-        return None if params.takes_argmax else "their settings change logits"
+        key = repr(settings)
+        if key not in self._reasons:
+            try:
+                params, _ = generation.engine_settings(self._lm(), settings)
+                self.engine.stopping.check(params)
+                self._reasons[key] = None if params.takes_argmax else "their settings change logits"
+            except InputError as error:
+                self._reasons[key] = error.problem
+        return self._reasons[key]
 
 
 def _why_hf(lm: Any) -> str | None:
@@ -122,12 +113,11 @@ def _why_hf(lm: Any) -> str | None:
     for name in ("mixed_precision_dtype", "tp_plan"):
         if lm.arguments.others.get(name):
             return f"the engine does not support {name}"
-    devices = {parameter.device.type for parameter in lm.model.parameters()}
-    if devices != {"cpu"}:
-        return f"the engine is not proven faster on {' and '.join(sorted(devices))}"
-    dtypes = {parameter.dtype for parameter in lm.model.parameters()}
-    if not dtypes <= {torch.float32, torch.float64} or getattr(lm.model, "is_quantized", False):
-        return f"the engine is not proven faster for weights in {' and '.join(sorted(map(str, dtypes)))}"
+    parameters = list(lm.model.parameters())
+    is_precise = {parameter.dtype for parameter in parameters} <= {torch.float32, torch.float64}
+    is_here = {parameter.device.type for parameter in parameters} == {"cpu"}
+    if not (is_precise and is_here) or getattr(lm.model, "is_quantized", False):
+        return "the engine is not proven faster except on a CPU in float32 or float64"
     try:
         lm.model_map  # noqa: B018
     except InputError as error:  # of a family that is not mapped

@@ -93,7 +93,13 @@ def generate_until(
         for answered, generated in answers:
             index, key = answered.tag
             params, until = prepared[key]
-            texts[index] = _decode(lm, generated, until)
+            think_end, tokens = lm.think_end_token, generated
+            if isinstance(think_end, int) and think_end in tokens:
+                tokens = tokens[len(tokens) - tokens[::-1].index(think_end) :]
+            text = lm.tok_decode(tokens)
+            text = text.lstrip() if isinstance(think_end, int) else text
+            end_text = think_end if isinstance(think_end, str) else None
+            texts[index] = postprocess_generated_text(text, until, end_text)
             done(index, texts[index], generated, Ending(len(generated), not engine.stopping.stopped(generated, params)))
     return texts
 
@@ -132,14 +138,3 @@ def engine_settings(lm: HFLM, settings: dict[str, Any]) -> tuple[SamplingParams,
         raise InputError(f"generation settings that engine=batched does not know: {', '.join(sorted(unknown))}")
     params = SamplingParams.from_generation_config(config, stop=tuple(filter(None, until)), max_new_tokens=length)
     return params, until
-
-
-def _decode(lm: HFLM, tokens: list[int], until: list[str]) -> str:
-    """Decode generated tokens without the thinking part, and cut the text at the stop strings."""
-    think_end = lm.think_end_token
-    if isinstance(think_end, int) and think_end in tokens:
-        tokens = tokens[len(tokens) - tokens[::-1].index(think_end) :]
-    text = lm.tok_decode(tokens)
-    if isinstance(think_end, int):
-        text = text.lstrip()
-    return postprocess_generated_text(text, until, think_end if isinstance(think_end, str) else None)

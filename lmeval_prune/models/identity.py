@@ -46,15 +46,12 @@ class ModelIdentity:
     config: str  # fingerprint
     tokenizer: str  # fingerprint
     generation_config: str  # the model's own generation config
-    dtype: str  # of the weights, or of a server's computation
+    dtype: str  # of the weights
     arguments: Mapping[str, Any]  # model_args that change answers
-    # fingerprint of the loaded weights, or digest of a checkpoint's files; None for a server
+    # fingerprint of the loaded weights, or digest of a checkpoint's files
     weights: str | None = None
     adapters: str | None = None  # digest of PEFT adapters on a loaded model
     code: str | None = None  # digest of code that came with the checkpoint (`trust_remote_code`)
-    server: str | None = None  # kind of server
-    checkpoint: str | None = None  # digest of the served checkpoint
-    served: str | None = None  # what the server lists of its model, if that is more than a path
 
     @classmethod
     def of_model(cls, lm: Any) -> Self:
@@ -92,21 +89,6 @@ class ModelIdentity:
             {name: argument_identity(name, value) for name, value in arguments if name not in skipped}
             | _truncation(checkpoint.config, checkpoint.tokenizer, checkpoint.loading),
             checkpoint_identity(str(checkpoint.loading["pretrained"]), checkpoint.revision, **checkpoint.files),
-        )
-
-    @classmethod
-    def of_server(cls, lm: Any) -> Self:
-        """Identify the model of a `PrunedServerLM`."""
-        return cls(
-            config_fingerprint(lm.config),
-            tokenizer_fingerprint(lm.tokenizer),
-            lm.checkpoint.generation_digest,
-            lm.dtype,
-            {name: str(value) for name, value in sorted(lm.options.answer_options.items())},
-            server=lm.kind.name + ("-chat" if lm.chat else ""),
-            checkpoint=lm.base,
-            # models of one file name in several folders can be several trainings
-            served=lm.served.identity if lm.kind.adapter_list else None,
         )
 
     def to_json(self) -> dict[str, Any]:

@@ -58,16 +58,3 @@ def cut_off_note(answers: Mapping[str, Any]) -> str:
         return ""
     limit = f"{answers['max_gen_toks']} tokens" if answers["max_gen_toks"] else "the limit of tokens"
     return f"{answers['cut_off']:.0%} of the answers were cut off at {limit}"
-
-
-def lengths_by_task(
-    requests: Sequence[Any], endings: Sequence[Ending | None], limits: Sequence[int | None]
-) -> dict[str, dict[str, Any]]:
-    """Return the `Lengths` of each task's answers; `limits` are the tokens that each request allows, None: unknown."""
-    by_task: dict[str, list[Ending | None]] = {}
-    largest: dict[str, int] = {}
-    for request, ending, limit in zip(requests, endings, limits, strict=True):
-        task = str(request.task_name)
-        by_task.setdefault(task, []).append(ending)
-        largest[task] = max(largest.get(task, 0), limit or 0)
-    return {task: summarize_lengths(task_endings, largest[task] or None) for task, task_endings in by_task.items()}

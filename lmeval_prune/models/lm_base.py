@@ -1,7 +1,8 @@
-"""Base classes of the package's lm-eval models."""
+"""Base classes of the package's lm-eval models, and their logging."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -11,7 +12,10 @@ import torch
 from lm_eval.api.model import LM
 
 from lmeval_prune.attributes import replaced
-from lmeval_prune.errors import InputError, print_input_errors
+from lmeval_prune.errors import InputError, first_line, print_input_errors
+from lmeval_prune.interventions import interventions_on
+
+logger = logging.getLogger(__name__)
 
 
 class CheckedArgumentsLM(LM):
@@ -60,6 +64,17 @@ class AnsweringLM(CheckedArgumentsLM):
         """Return the log-likelihood of each text."""
         return self.answer("loglikelihood_rolling", requests, disable_tqdm)
 
+    @print_input_errors
+    def chat_template(self, chat_template: bool | str = False) -> str | None:
+        """Return the chat template of this name (True: the default); `InputError` if the tokenizer has none."""
+        try:
+            template = super().chat_template(chat_template)
+        except ValueError as error:
+            raise InputError(f"apply_chat_template={chat_template}: {first_line(error)}") from None
+        if chat_template and template is None:
+            raise InputError("the tokenizer has no chat template; leave out apply_chat_template")
+        return template
+
     def gather_from_ranks(self, value: Any) -> list[Any]:
         """Return the value of each process, in the order of ranks."""
         return [value]
@@ -82,3 +97,19 @@ def report_answers(lm: LM, report: Callable[[str, Any, Any], None]) -> Iterator[
 
     with replaced(lm, cache_hook=SimpleNamespace(add_partial=add_partial)):
         yield
+
+
+def use_lm_eval_logging() -> None:
+    """Log at lm-eval's level and with its handlers, unless the program has set up logging itself."""
+    package, lm_eval = logging.getLogger("lmeval_prune"), logging.getLogger("lm_eval")
+    if logging.getLogger().handlers or package.handlers or not lm_eval.handlers:
+        return
+    package.setLevel(lm_eval.level)
+    for handler in lm_eval.handlers:
+        package.addHandler(handler)
+
+
+def log_interventions(lm: Any, model: torch.nn.Module) -> None:
+    """Log each intervention on the model of `lm`."""
+    for intervention in interventions_on(model):
+        logger.info("applied: %s", intervention.summary(lm.model_map))

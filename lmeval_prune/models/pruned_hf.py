@@ -49,9 +49,7 @@ from lmeval_prune.models.generation import answer_limit, check_settings, prompt_
 from lmeval_prune.models.head_router import FixedOrderRouter
 from lmeval_prune.models.identity import ModelIdentity, interventions_report, tokenizer_fingerprint
 from lmeval_prune.models.lengths import Ending
-from lmeval_prune.models.likelihood import check_own_tokens
-from lmeval_prune.models.lm_base import AnsweringLM
-from lmeval_prune.models.logs import log_interventions, use_lm_eval_logging
+from lmeval_prune.models.lm_base import AnsweringLM, log_interventions, use_lm_eval_logging
 from lmeval_prune.profiling.costs import cost_columns
 
 eval_logger = logging.getLogger(__name__)
@@ -79,12 +77,37 @@ class PrunedHFLM(AnsweringLM, HFLM):
         use_lm_eval_logging()
         parsed = isinstance(pretrained, Arguments)
         self.arguments = pretrained if parsed else Arguments.of({"pretrained": pretrained, **arguments})
-        model = self._check_pretrained()
+        own, others = self.arguments, dict(self.arguments.others)
+        model, interventions = own.pretrained, own.interventions
+        if model == "" or not isinstance(model, str | PathLike | torch.nn.Module):
+            raise InputError("name a model: --model_args pretrained=NAME_OR_FOLDER")
+        if isinstance(model, torch.nn.Module):
+            own.refuse_misspelt(None)
+            self.manifest = manifest_of(model)
+            interventions = (*interventions_on(model), *interventions)
+        else:
+            if others.get("device") is not None:
+                resolve_device(others["device"])
+            model = embedded.resolve(str(model))
+            embedded.check_name(model, others)
+            self.manifest = valid_manifest(Path(model, others.get("subfolder") or ""))
+        if own.responses and any(intervention.needs_order for intervention in interventions):
+            raise InputError("answers that depend on their order (state=run) cannot be stored; leave out responses")
+        if others.get("device") is None and not torch.cuda.is_available():
+            others["device"] = "mps" if torch.backends.mps.is_available() else "cpu"
         self._unpadded: Counter[tuple[int, ...]] = Counter()  # token sequences to score, if padding matters
         self.endings: deque[Ending] = deque()  # of generated texts that lm-eval has not reported yet
         self._store: AnswerStore | None = None  # opened before the weights are loaded
         try:
-            self._load(model)
+            with as_input_error(f"the model {getattr(model, 'name_or_path', model)} cannot be loaded"):
+                super().__init__(model, **others)
+            accelerator = getattr(self, "accelerator", None)
+            if accelerator is not None and accelerator.num_processes > 1 and self.device.type == "cpu":
+                # `hf` leaves each process at rank 0 with all requests
+                self._rank, self._world_size = accelerator.process_index, accelerator.num_processes
+                atexit.register(_destroy_process_group)
+            if self.manifest:
+                eval_logger.info("checkpoint: %s", removal_summary(self.manifest))
             self._prepare(self._store)
         except BaseException:
             if self._store:
@@ -95,36 +118,6 @@ class PrunedHFLM(AnsweringLM, HFLM):
     def seed(self) -> int:
         """Seed of sampled answers: torch's, which lm-eval sets at the beginning of an evaluation."""
         return torch.initial_seed() if self.fixed_seed is None else self.fixed_seed
-
-    def _check_pretrained(self) -> Any:
-        """Check arguments without loading weights; return the loaded model, or a folder or name."""
-        pretrained, arguments = self.arguments.pretrained, self.arguments
-        if pretrained == "" or not isinstance(pretrained, str | PathLike | torch.nn.Module):
-            raise InputError("name a model: --model_args pretrained=NAME_OR_FOLDER")
-        interventions = arguments.interventions
-        if isinstance(pretrained, torch.nn.Module):
-            arguments.refuse_misspelt(None)
-            self.manifest = manifest_of(pretrained)
-            interventions = (*interventions_on(pretrained), *interventions)
-        else:
-            if arguments.others.get("device") is not None:
-                resolve_device(arguments.others["device"])
-            pretrained = embedded.resolve(str(pretrained))
-            embedded.check_name(pretrained, dict(arguments.others))
-            self.manifest = valid_manifest(Path(pretrained, arguments.others.get("subfolder") or ""))
-        if arguments.responses and any(intervention.needs_order for intervention in interventions):
-            raise InputError("answers that depend on their order (state=run) cannot be stored; leave out responses")
-        return pretrained
-
-    def _load(self, pretrained: Any) -> None:
-        others = dict(self.arguments.others)
-        if others.get("device") is None and not torch.cuda.is_available():
-            others["device"] = "mps" if torch.backends.mps.is_available() else "cpu"
-        with as_input_error(f"the model {getattr(pretrained, 'name_or_path', pretrained)} cannot be loaded"):
-            super().__init__(pretrained, **others)
-        self._shard_over_cpu_ranks()
-        if self.manifest:
-            eval_logger.info("checkpoint: %s", removal_summary(self.manifest))
 
     def _prepare(self, store: AnswerStore | None = None) -> None:
         """Apply interventions and create the engine and the answering; `store` is an open store or None."""
@@ -203,14 +196,6 @@ class PrunedHFLM(AnsweringLM, HFLM):
                 intervention.fit_to(model_map)
             if isinstance(router, FixedOrderRouter):
                 router.fit_to(model_map, None, [])
-
-    def _shard_over_cpu_ranks(self) -> None:
-        """Set rank and world size on CPU, where `hf` leaves each process at rank 0 with all requests."""
-        accelerator = getattr(self, "accelerator", None)
-        if accelerator is not None and accelerator.num_processes > 1 and self.device.type == "cpu":
-            self._rank = accelerator.process_index
-            self._world_size = accelerator.num_processes
-            atexit.register(_destroy_process_group)
 
     # ------------------------------------------------------------------ identity
 
@@ -313,8 +298,6 @@ class PrunedHFLM(AnsweringLM, HFLM):
 
     def _loglikelihood_tokens(self, requests: list[Any], *args: Any, **kwargs: Any) -> list[tuple[float, bool]]:
         """Score as `hf` does, with a padding mask for interventions that read several tokens: `hf` passes none."""
-        for pair, _, continuation in requests:
-            check_own_tokens(pair, continuation)
         unpadded: Counter[tuple[int, ...]] = Counter()
         if any(not intervention.tokenwise for intervention in interventions_on(self.model)):
             texts = [(*context, *continuation[:-1]) for _, context, continuation in requests]

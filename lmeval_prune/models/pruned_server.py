@@ -1,58 +1,95 @@
-"""`--model pruned-server`: evaluate pruned variants that vLLM, SGLang or llama.cpp serve."""
+"""`--model pruned-server`: evaluate pruned variants that vLLM, SGLang or llama.cpp serve.
+
+lm-eval's `LocalCompletionsAPI` sends requests, some at a time, and sends those that fail again. Here each request
+names its variant and has its own seed.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import ssl
+import sys
 from collections import deque
-from collections.abc import Sequence
-from functools import cached_property, partial
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property, lru_cache, partial
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import torch
 from lm_eval.models.api_models import JsonChatStr
 from lm_eval.models.huggingface import HFLM
 from lm_eval.models.openai_completions import LocalCompletionsAPI
-from lm_eval.models.utils import resolve_max_length
+from lm_eval.models.utils import (
+    handle_stop_sequences,
+    normalize_gen_kwargs,
+    postprocess_generated_text,
+    resolve_max_length,
+)
 
 from lmeval_prune.architectures import config_fingerprint
 from lmeval_prune.artefacts import CREATED_BY, digest
+from lmeval_prune.attributes import replaced
 from lmeval_prune.checkpoints import embedded
 from lmeval_prune.checkpoints.identity import checkpoint_identity
 from lmeval_prune.checkpoints.loading import as_input_error
-from lmeval_prune.errors import InputError, print_input_errors
-from lmeval_prune.export.manifest import read_adapters, read_lora
-from lmeval_prune.interventions import HeadMask
+from lmeval_prune.decoding.request import logits_settings
+from lmeval_prune.errors import InputError, did_you_mean, first_line, print_input_errors
+from lmeval_prune.export.manifest import adapter_name, read_adapters, read_lora
+from lmeval_prune.interventions import HeadMask, Intervention, combined
+from lmeval_prune.models import generation
+from lmeval_prune.models.answer_store import PendingRequests
+from lmeval_prune.models.answering import Answering
 from lmeval_prune.models.arguments import Arguments, refuse_empty, unknown_argument
+from lmeval_prune.models.attempts import DENSE
 from lmeval_prune.models.checkpoint import Checkpoint
-from lmeval_prune.models.dispatch import Dispatcher, list_models
-from lmeval_prune.models.http_client import Connection, RetryableError
-from lmeval_prune.models.identity import ModelIdentity
+from lmeval_prune.models.identity import SERVED_ANSWERING, code_versions, tokenizer_fingerprint
 from lmeval_prune.models.lengths import Ending
-from lmeval_prune.models.lm_base import AnsweringLM
-from lmeval_prune.models.logs import use_lm_eval_logging
-from lmeval_prune.models.server_answering import ServerAnswering
-from lmeval_prune.models.server_client import LogLikelihood, ServerClient
-from lmeval_prune.models.server_kinds import ServedModel, ServedVariant
+from lmeval_prune.models.lm_base import AnsweringLM, use_lm_eval_logging
+from lmeval_prune.models.server_kinds import KINDS, UNPRUNED, ServedModel, ServedVariant
 from lmeval_prune.models.server_options import SERVER_OPTIONS, ServerOptions
-from lmeval_prune.models.server_probe import Probe, model_name
-from lmeval_prune.models.server_record import RECORD, ServerRecord
-
-# options that lm-eval's own class takes
-_LM_EVAL_OPTIONS = {
-    *("trust_remote_code", "revision", "use_fast_tokenizer", "custom_prefix_token_id", "eos_string"),
-    *("auth_token", "header", "verify_certificate", "ca_cert_path", "max_gen_toks"),
-}
-
+from lmeval_prune.models.server_record import RECORD, Signature, check_record, distance
 
 logger = logging.getLogger(__name__)
-ROOT_WARNING = "%s serves %s, and its answers are taken for those of pretrained=%s: is it the same model?"
-ROUNDED_WARNING = (
-    "%s serves a file of %.3g bytes for each parameter, and the adapters in %s are for %s: heads are not pruned "
-    "exactly, unless its output projections are in that type, which `export adapter --served FILE.gguf` checks"
+SAMPLING_DEFAULTS = {"temperature": 1.0, "top_k": 50, "top_p": 1.0, "min_p": 0.0}  # of `hf`
+NO_EFFECT = {
+    **{"num_beams": 1, "num_return_sequences": 1, "repetition_penalty": 1.0, "no_repeat_ngram_size": 0},
+    **{"renormalize_logits": True, "remove_invalid_values": True},
+}
+AT_ONCE = 8192  # requests that are handed to lm-eval in one call
+MAX_LOG_PROBABILITY = 0.01  # rounding can make a log-probability slightly positive
+PROBE_TEXT = (
+    "A baker sells 12 rolls at 30 cents each and 5 loaves at 2.50 each. First she adds up what the rolls bring in, "
+    "then the loaves, and writes both numbers into her green book. Why does she need the sum?"
 )
+PROBE_PROMPT, PROBE_ANSWER = 64, 12  # tokens of the text; tokens to generate, if a server does not score prompts
+MIN_DISTANCE = 1e-5  # smaller distances of signatures are rounding
+
+
+@dataclass(eq=False)
+class Request:
+    """A request to the server."""
+
+    name: str  # for messages
+    variant: ServedVariant
+    payload: Callable[[], dict[str, Any]]  # builds the body, without the fields that name the variant
+    parse: Callable[[dict[str, Any]], Any]  # extracts the result; `InputError` if another answer would be the same
+    done: Callable[[Any], None] = lambda result: None  # called with the result as soon as it arrives
+    result: Any = None
+    failures: int = 0
+    error: Any = None  # of the last failure, if the request is given up
+
+
+class GeneratedText(str):
+    """A generated text."""
+
+    ending: Ending | None = None  # if the server reports it
+    is_missing = False  # whether the content is null: such a text counts as empty, and is not stored
 
 
 class PrunedServerLM(AnsweringLM, LocalCompletionsAPI):
@@ -67,22 +104,22 @@ class PrunedServerLM(AnsweringLM, LocalCompletionsAPI):
         adapters: name → manifest of each adapter in the folder `adapters=`; empty without one.
         lora: name → digest of the ordinary LoRA adapter `lora=`; empty without one.
         base: digest of the served checkpoint.
-        model_length: tokens that the model takes, or `max_length=`; the servers may take fewer.
+        served: what the server lists of the unpruned model.
+        max_length: tokens of prompt and answer: the model's, or `max_length=`, and at most the server's.
     """
 
     why_no_cache = "--use_cache cannot tell served variants apart; use responses=FOLDER among the model_args"
     chat = False
     MULTIMODAL = False
-    engine = None
-    weights = None
+    engine = weights = None
+    local: str | None = None  # digest of the weights of `pretrained=`, if they are here
 
     @print_input_errors
     def __init__(self, base_url: Any = None, **arguments: Any) -> None:
         use_lm_eval_logging()
         values = {name: value for name, value in {"base_url": base_url, **arguments}.items() if value is not None}
         refuse_empty(values, SERVER_OPTIONS)
-        variant_arguments = {name: value for name, value in values.items() if name not in SERVER_OPTIONS}
-        self.arguments = Arguments.of(variant_arguments)
+        self.arguments = Arguments.of({name: values[name] for name in values if name not in SERVER_OPTIONS})
         for intervention in self.arguments.interventions:
             if not isinstance(intervention, HeadMask):
                 raise InputError(
@@ -91,41 +128,44 @@ class PrunedServerLM(AnsweringLM, LocalCompletionsAPI):
                 )
         for name in self.arguments.others:
             raise unknown_argument(name, SERVER_OPTIONS)
-        self.options = ServerOptions(**{name: value for name, value in values.items() if name in SERVER_OPTIONS})
-        if self.options.lora and (self.arguments.interventions or self.arguments.router):
+        self.options = options = ServerOptions(**{name: values[name] for name in values if name in SERVER_OPTIONS})
+        if options.lora and (self.arguments.interventions or self.arguments.router):
             raise InputError("a request has one adapter: give either lora=, or heads=, mask= or router=")
-        self.lora = read_lora(self.options.lora) if self.options.lora else {}
-        self.kind, self.seed = self.options.kind, self.options.seed
+        self.lora = read_lora(options.lora) if options.lora else {}
+        self.kind, self.seed, self.url = KINDS[options.server], options.seed, options.url
         self.endings: deque[Ending] = deque()
-        model = str(self.options.pretrained or self.options.tokenizer or self.options.model)
-        source = {"revision": self.options.revision, "trust_remote_code": self.options.trust_remote_code}
+        self._stopped: InputError | None = None  # why no more requests are sent
+        self._is_known = False  # whether the server is the one of the start: it can have been started again
+        source = {"revision": options.revision, "trust_remote_code": options.trust_remote_code}
+        source["pretrained"] = str(options.pretrained or options.tokenizer or options.model)
         description = {key: value for key, value in self.arguments.description.items() if value is not None}
-        self.checkpoint = Checkpoint({"pretrained": model, **source, **description})
+        self.checkpoint = Checkpoint({**source, **description})
         self.config, self.model_map = self.checkpoint.config, self.checkpoint.map
-        self.adapters = read_adapters(self.options.adapters) if self.options.adapters else {}
-        self.base, self.dtype = self._identify_base(), self._resolve_dtype()
-        certificates, verify = self.options.ca_cert_path, self.options.verify_certificate
-        context = ssl.create_default_context(cafile=certificates) if certificates and verify else verify
-        connection = Connection(self.header, context, self.options.timeout)
-        url, limits = self.options.url, (self.options.num_concurrent, self.options.max_retries)
-        try:
-            listing = connection.run(partial(list_models, url=url, kind=self.kind))
-        except RetryableError as error:
-            raise InputError(f"{url}: {error}") from None
-        name = model_name(url, listing, self.kind, self.options.model)
-        self.dispatcher = Dispatcher(self.kind, name, url, listing, connection, *limits)
-        self._check_root()
-        self._init_lm_eval()
-        self.client = ServerClient(self)
+        self.adapters = read_adapters(options.adapters) if options.adapters else {}
+        self.base, self.dtype = self._identify()
+        tokenizer = embedded.resolve(str(options.tokenizer or self.checkpoint.path))
+        with as_input_error(f"the tokenizer of {tokenizer} cannot be loaded; give tokenizer="):
+            super().__init__(
+                f"{self.url}/v1/{'chat/completions' if self.chat else 'completions'}",
+                tokenizer_backend="huggingface",
+                tokenizer=tokenizer,
+                max_length=options.max_length or resolve_max_length(self.config, None),  # for its log
+                **options.api_options,
+            )
+        if options.ca_cert_path and options.verify_certificate:
+            self.verify_certificate = ssl.create_default_context(cafile=options.ca_cert_path)
+        self.add_bos_token, self.think_end_token = options.add_bos_token, options.think_end_token
+        self.chat_template_args = options.template_arguments
+        self.served = self._ask(self._list)
+        self._check_served()
+        self._encode = lru_cache(maxsize=4096)(self.tok_encode)  # each variant has the same prompts
         self.answering = ServerAnswering(self)
         try:
             variants = self.answering.variants()
-            self._check_adapters(variants)
-            if self.options.probe:
-                path, store = self.record_path, self.answering.store
-                is_empty = bool(path and store and store.folder == path.parent and not store.responses)
-                record = ServerRecord(path, self.record_key, self.dtype, is_empty)
-                Probe(self.dispatcher, self.tokenizer, record).run(variants)
+            for variant in variants:
+                self.adapter_hashes(variant)  # raises if one is missing
+            if options.probe:
+                self._probe(variants)
         except BaseException:
             self.answering.close()
             raise
@@ -136,113 +176,108 @@ class PrunedServerLM(AnsweringLM, LocalCompletionsAPI):
 
     # ------------------------------------------------------------------ set-up
 
-    def _identify_base(self) -> str:
-        """Return the digest of the served checkpoint, from the adapters' manifests or from local weights."""
-        path = self.checkpoint.path
-        try:
-            self.local: str | None = checkpoint_identity(path, self.options.revision)
-        except InputError:  # only configuration and tokenizer are here
-            self.local = None
-        bases = {adapter["base"]["checkpoint"]: name for name, adapter in self.adapters.items()}
-        if bases:
-            base, *others = bases
-            if others or self.local not in (None, base):
-                raise InputError(
-                    f"{' and '.join(list(bases.values())[:2])} in {self.options.adapters} were made from another model "
-                    f"than {path}; give pretrained= of the served model, or export the adapters again"
-                )
-            return str(base)
-        if self.local is None and self.arguments.responses:
+    def _identify(self) -> tuple[str, str]:
+        """Return the digest of the served checkpoint and the type in which the server computes (empty if unknown).
+
+        Both are of the adapters' manifests, or of `pretrained=`, if its weights are here, and `dtype=`.
+        """
+        path, folder = self.checkpoint.path, self.options.adapters
+        bases = {adapter["base"]["checkpoint"] for adapter in self.adapters.values()}
+        dtypes = {adapter["dtype"] for adapter in self.adapters.values()}
+        with suppress(InputError):  # only configuration and tokenizer are here
+            self.local = checkpoint_identity(path, self.options.revision)
+        if self.adapters and (len(bases) > 1 or self.local not in (None, *bases)):
+            raise InputError(
+                f"adapters in {folder} were made from another model than {path}; give pretrained= of the served model, "
+                f"or export the adapters again"
+            )
+        dtype = str(self.options.dtype or "").removeprefix("torch.")
+        if dtype and dtypes and dtypes != {dtype}:
+            raise InputError(
+                f"{folder} was made for servers in {', '.join(sorted(dtypes))}, not in dtype={dtype}; export the "
+                f"adapters in the type in which the server computes"
+            )
+        dtype = dtype or (dtypes.pop() if len(dtypes) == 1 else "")
+        base = bases.pop() if bases else self.local
+        if self.arguments.responses and not base:
             raise InputError(
                 f"{path} has no weights here, so stored answers could not be told from those of another model of this "
                 f"shape: give adapters=FOLDER, whose manifests name the weights, or leave out responses="
             )
-        return self.local or digest([path, config_fingerprint(self.config)])
+        if self.arguments.responses and not dtype:
+            raise InputError("responses= needs the type in which the server computes: give dtype=, e.g. dtype=bfloat16")
+        return str(base or digest([path, config_fingerprint(self.config)])), dtype
 
-    def _resolve_dtype(self) -> str:
-        """Return the type in which the servers compute, from `dtype=` or from the adapters; empty if unknown."""
-        dtype = str(self.options.dtype or "").removeprefix("torch.")
-        exported = {adapter["dtype"] for adapter in self.adapters.values()}
-        if dtype and exported and exported != {dtype}:
-            raise InputError(
-                f"{self.options.adapters} was made for servers in {', '.join(sorted(exported))}, not in dtype={dtype}; "
-                f"export the adapters in the type in which the server computes"
+    def _check_served(self) -> None:
+        """Refuse a server of other weights, if its folder is here; warn of shorter contexts and of a coarser type."""
+        served, length = self.served, self.options.max_length or resolve_max_length(self.config, self.tokenizer)
+        self.max_length = min(length, served.max_length or length)
+        if self.max_length < length:
+            logger.warning(
+                "%s takes %d tokens, and the model %d: longer prompts are cut to their end, and answers can differ",
+                *(self.url, self.max_length, length),
             )
-        dtype = dtype or (next(iter(exported)) if len(exported) == 1 else "")
-        if not dtype and self.arguments.responses:
-            raise InputError("responses= needs the type in which the servers compute: give dtype=, e.g. dtype=bfloat16")
-        return dtype
+        stored = served.parameter_bytes
+        if self.adapters and stored is not None and self.dtype and stored < getattr(torch, self.dtype).itemsize:
+            logger.warning(
+                "%s has %.3g bytes for each parameter, and %s is for %s: heads are pruned exactly only if the output "
+                "projections are in that type, which `export adapter --served FILE.gguf` checks",
+                *(self.url, stored, self.options.adapters, self.dtype),
+            )
+        # adapters name the model that serves them, and llama.cpp lists no folder
+        is_here = served.root and Path(served.root).is_dir() and not (self.adapters or self.kind.adapter_list)
+        if self.local and is_here and checkpoint_identity(str(served.root)) != self.local:
+            raise InputError(f"{self.url} serves {served.root}, which has other weights than {self.checkpoint.path}")
 
-    def _init_lm_eval(self) -> None:
-        options = {
-            option: getattr(self.options, option)
-            for option in _LM_EVAL_OPTIONS
-            if getattr(self.options, option) is not None
-        }
-        tokenizer = embedded.resolve(str(self.options.tokenizer or self.checkpoint.path))
-        url = f"{self.dispatcher.url}/v1/{'chat/completions' if self.chat else 'completions'}"
-        options |= {
-            "model": self.dispatcher.model,
-            "tokenizer": tokenizer,
-            "tokenizer_backend": "huggingface",
-            "seed": self.seed,
-        }
-        limits = [self.served.max_length] if self.served.max_length else []
-        length = self.options.max_length or resolve_max_length(self.config, None)
-        options["max_length"] = min([length, *limits])  # for its log
-        options["num_concurrent"] = self.options.num_concurrent
-        with as_input_error(f"the tokenizer of {tokenizer} cannot be loaded; give tokenizer="):
-            super().__init__(base_url=url, **options)
-        self.add_bos_token = self.options.add_bos_token
-        self.think_end_token = self.options.think_end_token
-        self.chat_template_args = self.options.template_arguments
-        self.model_length = self.options.max_length or resolve_max_length(self.config, self.tokenizer)
-        self.max_length = min([self.model_length, *limits])
+    def _probe(self, variants: Sequence[ServedVariant]) -> None:
+        """Refuse a server with another tokenizer or other weights, or under which two variants answer alike.
 
-    @cached_property
-    def header(self) -> dict[str, str]:
-        """Return the headers of each request."""
-        if self.options.header:
-            return dict(self.options.header)
-        key = self.options.auth_token or self.api_key
-        return {"Authorization": f"Bearer {key}"} if key else {}
-
-    @property
-    def served(self) -> ServedModel:
-        """Return what the server says of the unpruned model."""
-        return self.dispatcher.listing.model(self.dispatcher.model)
-
-    def _check_root(self) -> None:
-        """Refuse a server of other weights, if its folder is here; warn of a folder of another name.
-
-        Adapters name the model that serves them, and llama.cpp lists no folder.
+        A misconfigured server answers without an error: for example, an adapter that matches no module leaves the model
+        unpruned, or two names mean one adapter.
         """
-        path, root = Path(self.checkpoint.path), self.served.root
-        if not root or root == self.options.model or self.adapters or self.kind.adapter_list:  # or a chosen name
-            return
-        if self.local and Path(root).is_dir() and checkpoint_identity(root) != self.local:
-            raise InputError(f"{self.dispatcher.url} serves {root}, which has other weights than pretrained={path}")
-        if path.name.lower() not in root.lower() and not Path(root).is_dir():
-            logger.warning(ROOT_WARNING, self.dispatcher.url, root, path)
-
-    def _check_adapters(self, variants: Sequence[ServedVariant]) -> None:
-        """Check that the adapters of all variants are in the folder `adapters=`; warn of a coarser type."""
-        if not self.adapters:
-            return
-        names = [name for variant in variants if variant.heads for name in self._adapter_names(variant)]
-        for name in names:
-            if name not in self.adapters:
+        own = tokens = list(self.tokenizer.encode(PROBE_TEXT, add_special_tokens=False))
+        payload = self.kind.tokenize_payload(self.served, PROBE_TEXT)
+        with suppress(InputError, LookupError, TypeError):  # it cannot tokenize
+            answered = self._ask(lambda session: self._json(session, "/tokenize", payload))["tokens"]
+            tokens = [token["id"] if isinstance(token, dict) else token for token in answered]
+        if tokens != own:
+            raise InputError(f"{self.url} has another tokenizer than this run; set tokenizer= to the served model's")
+        scored = {"max_tokens": 1, "echo": True} if self.kind.scores_prompts else {"max_tokens": PROBE_ANSWER}
+        settings = {**self.kind.sampling_fields({"temperature": 0}, False, len(own)), **self.kind.logprob_settings}
+        probe = {"prompt": own[:PROBE_PROMPT], **settings, **scored}
+        pruned = [variant for variant in variants if variant != UNPRUNED]
+        asked = [*[UNPRUNED] * 4, *pruned]  # repeated to measure the server's noise
+        requests = [Request("a probe", variant, lambda: probe, self._parse_signature) for variant in asked]
+        with replaced(self, base_url=f"{self.url}/v1/completions", _concurrent=1):
+            signatures: list[Signature] = self.send(requests)
+        noise = max(MIN_DISTANCE, 1.5 * max(distance(*pair, 1) for pair in combinations(signatures[:4], 2)))
+        for (other, first), (variant, second) in combinations(zip(asked[3:], signatures[3:], strict=True), 2):
+            if distance(first, second, 1) <= noise:
                 raise InputError(
-                    f"{self.options.adapters} has no adapter {name}; write it with `lmeval-prune export adapter`, and "
-                    f"start the server with it"
+                    f"{self.url} gives the same answers under {variant} as under {other}: both names mean one "
+                    f"adapter, or an adapter matches no module (vLLM: --lora-target-modules o_proj); start it with the "
+                    f"command that `lmeval-prune export adapter` prints"
                 )
-        stored = self.served.parameter_bytes
-        if names and stored is not None and self.dtype and stored < getattr(torch, self.dtype).itemsize:
-            logger.warning(ROUNDED_WARNING, self.dispatcher.url, stored, self.options.adapters, self.dtype)
+        if path := self.record_path:
+            store = self.answering.store
+            is_empty = store is not None and store.folder == path.parent and not store.responses
+            check_record(path, self.record_key, self.dtype, signatures[0], is_empty, self.url)
+
+    def _parse_signature(self, body: dict[str, Any]) -> Signature:
+        logprobs = body["choices"][0]["logprobs"]
+        if "content" in logprobs:  # the format of chat completions, which llama.cpp also uses for completions
+            pairs = [(str(token["token"]), token["logprob"]) for token in logprobs["content"]]
+        else:
+            pairs = list(zip(map(str, logprobs["tokens"]), logprobs["token_logprobs"], strict=True))
+        if self.kind.scores_prompts:
+            pairs = pairs[1:-1]  # the first token has no log-probability, the last is generated
+        if not pairs:
+            raise ValueError("the response has no log-probabilities")
+        return [(token, log_probability(value)) for token, value in pairs]
 
     @property
     def record_path(self) -> Path | None:
-        """Return the file by which the servers of another run are compared with those of this one."""
+        """Return the file by which the server of another run is compared with that of this one."""
         return Path(self.arguments.responses) / RECORD if self.arguments.responses else None
 
     @property
@@ -250,11 +285,12 @@ class PrunedServerLM(AnsweringLM, LocalCompletionsAPI):
         """Return what stored answers depend on of the served model: others have a record of their own."""
         return [self.kind.name, self.dtype, self.base, self.served.identity if self.kind.adapter_list else None]
 
-    def _adapter_names(self, variant: ServedVariant) -> Sequence[str]:
-        """Return the names of a variant's adapters: a single one, or for llama.cpp one for each head."""
-        return variant.heads if self.kind.adapter_list and variant.name not in self.adapters else (variant.name,)
-
     # ------------------------------------------------------------------ identity
+
+    @property
+    def api_key(self) -> str:
+        """Return `auth_token=`, or the key in the environment."""
+        return str(self.auth_token or super().api_key)
 
     @property
     def max_gen_toks(self) -> int:
@@ -264,7 +300,17 @@ class PrunedServerLM(AnsweringLM, LocalCompletionsAPI):
     @cached_property
     def identity(self) -> dict[str, Any]:
         """Return the parts of the model that answers depend on, except the variant, as JSON."""
-        return ModelIdentity.of_server(self).to_json()
+        identity = {
+            "config": config_fingerprint(self.config),
+            "tokenizer": tokenizer_fingerprint(self.tokenizer),
+            "generation_config": self.checkpoint.generation_digest,
+            "dtype": self.dtype,
+            "arguments": {name: str(value) for name, value in sorted(self.options.answer_options.items())},
+            "server": self.kind.name + ("-chat" if self.chat else ""),
+            "checkpoint": self.base,
+        }
+        # models of one file name in several folders can be several trainings
+        return {**identity, "served": self.served.identity} if self.kind.adapter_list else identity
 
     @property
     def outcome_identity(self) -> dict[str, Any]:
@@ -275,11 +321,16 @@ class PrunedServerLM(AnsweringLM, LocalCompletionsAPI):
         return {"adapters": dict(sorted(hashes))}
 
     def adapter_hashes(self, variant: ServedVariant) -> dict[str, str]:
-        """Return the hashes of a variant's adapters, as far as they are in the folder `adapters=` or `lora=`."""
-        if variant.name in self.lora:
-            return self.lora
-        names = (variant.name,) if variant.name in self.adapters else variant.heads
-        return {name: str(self.adapters[name]["hash"]) for name in names if name in self.adapters}
+        """Return the hashes of a variant's adapters: of the folder `adapters=` or `lora=`."""
+        if variant.name in self.lora or not (self.adapters and variant.heads):
+            return self.lora if variant.name in self.lora else {}
+        is_composed = self.kind.adapter_list and variant.name not in self.adapters
+        names = variant.heads if is_composed else (variant.name,)
+        if missing := [name for name in names if name not in self.adapters]:
+            raise InputError(
+                f"{self.options.adapters} has no adapter {missing[0]}; write it with `lmeval-prune export adapter`"
+            )
+        return {name: str(self.adapters[name]["hash"]) for name in names}
 
     def get_model_info(self) -> dict[str, Any]:
         """Return the section `pruning` of the results file."""
@@ -311,7 +362,182 @@ class PrunedServerLM(AnsweringLM, LocalCompletionsAPI):
         """Return a key for lm-eval's cache of requests."""
         return str(self.tokenizer.name_or_path).replace("/", "__")
 
-    # ------------------------------------------------------------------ answering
+    # ------------------------------------------------------------------ sending
+
+    def create_message(self, messages: Any, generate: bool = False) -> Any:
+        """Return the one request of a batch."""
+        return messages[0]
+
+    def _create_payload(self, messages: Any, **_: Any) -> dict[str, Any]:
+        return {**messages.payload(), **self.kind.variant_fields(self.served, messages.variant)}
+
+    @staticmethod
+    def parse_generations(outputs: Any, **_: Any) -> list[Any]:
+        """Return the body of a response, which `Request.parse` reads."""
+        return [outputs]
+
+    def send(self, requests: Sequence[Request]) -> list[Any]:
+        """Send requests variant by variant, so that few adapters are in use at a time; return their results.
+
+        `InputError` after all others have been answered if some fail for good; at once if the server is gone.
+        """
+        ordered = sorted(requests, key=lambda request: str(request.variant))
+        self._stopped, self._is_known = None, False
+        for start in range(0, len(ordered), AT_ONCE):
+            part = ordered[start : start + AT_ONCE]
+            asyncio.run(self.get_batched_requests(part, [None] * len(part)))
+            if self._stopped:
+                raise self._stopped
+        if failed := [request for request in ordered if request.error]:
+            raise InputError(
+                f"{len(failed)} of {len(requests)} requests to {self.url} failed, the first is {failed[0].name} under "
+                f"{failed[0].variant}: {first_line(failed[0].error, 400)}; the others were answered"
+            )
+        return [request.result for request in requests]
+
+    async def amodel_call(self, session: Any, sem: Any, messages: list[Any], **_: Any) -> list[Any]:
+        """Send a request; lm-eval calls this again, up to `max_retries` times, if it raises an error."""
+        (request,) = messages
+        async with sem:  # before the payload is built
+            if self._stopped:
+                return [None]
+            try:
+                if not self._is_known:
+                    listed = await self._list(session)
+                    if (listed.identity, listed.adapter_ids) != (self.served.identity, self.served.adapter_ids):
+                        self._stopped = InputError(f"{self.url} has another model or other adapters ({listed.root})")
+                        raise self._stopped
+                    self._is_known = True
+                (body,) = await super().amodel_call(session, asyncio.Semaphore(), messages)
+                if self.kind.echoes_model and body["model"] != self._create_payload(request)["model"]:
+                    raise ValueError(f"it answered as {str(body['model'])[:100]}")
+                request.result = request.parse(body)
+            except InputError as error:
+                request.error = error
+            except Exception as error:
+                request.failures, self._is_known = request.failures + 1, False
+                status = getattr(error, "status", 0)
+                is_rejected = 400 <= status < 500 and status not in (408, 429)
+                if request.failures < self.max_retries and not is_rejected:
+                    raise
+                request.error = error
+                if isinstance(error, aiohttp.ClientConnectorError):
+                    self._stopped = InputError(
+                        f"the server {self.url} has failed ({first_line(error)}): start it and run the same command "
+                        f"again; with responses=FOLDER it resumes"
+                    )
+            else:
+                try:
+                    request.done(request.result)
+                except InputError as error:  # the disk is full
+                    self._stopped = error
+        return [None]
+
+    async def _list(self, session: Any) -> ServedModel:
+        paths = filter(None, ("/v1/models", self.kind.adapter_list))
+        bodies = [await self._json(session, path) for path in paths]
+        return self.kind.parse_listing(bodies[0], bodies[-1], self.options.model)
+
+    async def _json(self, session: Any, path: str, payload: Any = None) -> Any:
+        method = "GET" if payload is None else "POST"
+        async with session.request(method, f"{self.url}{path}", json=payload, headers=self.header) as response:
+            response.raise_for_status()
+            return await response.json()
+
+    def _ask(self, call: Callable[[Any], Any]) -> Any:
+        """Run a coroutine function of a session, before there are requests."""
+
+        async def run() -> Any:
+            connector = aiohttp.TCPConnector(ssl=self.verify_certificate)
+            timeout = aiohttp.ClientTimeout(total=min(self.timeout, 60))
+            async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
+                return await call(session)
+
+        with as_input_error(f"{self.url} does not answer: start it, or give another base_url= or server="):
+            return asyncio.run(run())
+
+    # ------------------------------------------------------------------ generation
+
+    def generating(self, request: Any, repeat: int, done: Callable[[GeneratedText], None]) -> Request:
+        """Return the server's request for one of lm-eval's."""
+        name, (context, settings) = f"task {request.task_name}, document {request.doc_id}", request.args
+        if self.arguments.router or not generation.is_sampling(settings):
+            settings = generation.without_sampling(settings)
+        options: dict[str, Any] = dict(normalize_gen_kwargs(settings, self.max_gen_toks))
+        until = handle_stop_sequences(options.pop("until", None), eos=self.eos_string)
+        length, is_sampled = options.pop("max_gen_toks"), bool(options.pop("do_sample", False))
+        sampling = self.kind.sampling_fields(self._sampling_settings(options, is_sampled), is_sampled, self.max_length)
+        fixed: dict[str, Any] = {"max_tokens": length, "stop": until, **sampling}
+        fixed["seed"] = sampling_seed(self.seed, repeat) if is_sampled else self.seed
+        beginning = ""  # of the answer, which a chat can end with (a task's `gen_prefix`)
+        if self.chat:
+            fixed["messages"] = json.loads(context.prompt)
+            fixed |= {"chat_template_kwargs": self.chat_template_args} if self.chat_template_args else {}
+            if fixed["messages"][-1].get("role") == "assistant":
+                beginning = str(fixed["messages"][-1]["content"])
+                fixed |= self.kind.continuation
+        else:
+            room = generation.prompt_room(self, length)
+
+        def payload() -> dict[str, Any]:
+            return fixed if self.chat else {**fixed, "prompt": self._encode(context)[-room:]}
+
+        def parse(body: dict[str, Any]) -> GeneratedText:
+            choices = [choice for choice in body["choices"] if choice.get("index", 0) == 0]
+            (answer,) = {choice["message"]["content"] if self.chat else choice["text"] for choice in choices}
+            reasons = {choice.get("finish_reason") for choice in choices}
+            if reasons & {"abort", "error"}:
+                raise ValueError("it aborted its answer")
+            if answer is None:
+                logger.warning(
+                    "%s: an answer without text (content is null) counts as empty and is not stored: give more "
+                    "max_gen_toks, or start the server without a reasoning parser",
+                    name,
+                )
+                text = GeneratedText()
+                text.is_missing = True
+                return text
+            answer = answer.removeprefix(beginning if self.kind.repeats_beginning else "")
+            text = GeneratedText(postprocess_generated_text(answer, until, self.think_end_token))
+            count = (body.get("usage") or {}).get("completion_tokens")
+            if isinstance(count, int) and 0 <= count < 1 << 31 and None not in reasons:
+                text.ending = Ending(count, "length" in reasons)
+                if text.ending.cut_off and count < length:
+                    raise InputError(
+                        f"it ends its answer after {count} of {length} tokens, without an end token: its context is "
+                        f"full, or it has a limit of its own (llama.cpp: --predict); start it with a larger one, or "
+                        f"give a smaller max_length= or max_gen_toks"
+                    )
+            return text
+
+        variant = self.answering.variant(self.answering.attempt(request, repeat))
+        return Request(name, variant, payload, parse, done)
+
+    def _sampling_settings(self, settings: dict[str, Any], is_sampled: bool) -> dict[str, Any]:
+        """Complete a task's settings as `hf` does: with the model's generation config, then with `hf`'s defaults."""
+        model = {name: value for name, value in self.checkpoint.generation_config.items() if value is not None}
+        model_settings = {**logits_settings(model), **{name: model[name] for name in NO_EFFECT if name in model}}
+        # without settings that are switched off
+        model_settings = {name: x for name, x in model_settings.items() if x or name in SAMPLING_DEFAULTS}
+        result = {**(model_settings if is_sampled else generation.without_sampling(model_settings)), **settings}
+        result.pop("do_sample", None)
+        if is_sampled:
+            result = {**{name: model.get(name, default) for name, default in SAMPLING_DEFAULTS.items()}, **result}
+            result["top_k"] = result["top_k"] or -1  # "no limit" is 0 in `hf`, -1 in servers
+        else:
+            result["temperature"] = 0.0
+        result = {name: value for name, value in result.items() if value not in (None, NO_EFFECT.get(name))}
+        for name in result:
+            if name not in self.kind.generation_settings:
+                accepted = sorted(self.kind.generation_settings)
+                source = "the model's own " if name not in settings else ""
+                raise InputError(
+                    f"{source}generation setting {name}={result[name]} cannot be sent to server={self.kind.name}"
+                    f"{did_you_mean(name, accepted)}; it takes {', '.join(accepted)}: change gen_kwargs"
+                )
+        return result
+
+    # ------------------------------------------------------------------ log-likelihoods
 
     def check_requests(self, kind: str, requests: list[Any]) -> None:
         """Refuse log-likelihoods if the server does not return the log-probabilities of a prompt."""
@@ -322,14 +548,39 @@ class PrunedServerLM(AnsweringLM, LocalCompletionsAPI):
                 f"of a prompt: use server=vllm with --model pruned-server, or pruned-hf"
             )
 
-    def _loglikelihood_tokens(
-        self, requests: Sequence[Any], disable_tqdm: bool = False, **_: Any
-    ) -> list[LogLikelihood]:
-        return self.client.score(requests, not disable_tqdm)
+    def _loglikelihood_tokens(self, requests: Sequence[Any], **_: Any) -> list[tuple[float, bool]]:
+        return self.send([self.scoring(*request) for request in requests])
+
+    def scoring(self, texts: tuple[str, str] | None, context: list[int], continuation: list[int]) -> Request:
+        """Return a request that scores tokens; `texts` are None for a window of a text."""
+        tokens = [*context, *continuation][-self.max_length :]
+        length = len(tokens) - len(continuation)
+        name = f"the text that ends in {''.join(texts)[-60:]!r}" if texts else "a text"
+        if length < 1:
+            raise InputError(f"{name}: {len(continuation)} tokens are too many for max_length={self.max_length}")
+        payload = {"prompt": tokens, "max_tokens": 1, "temperature": 0, "logprobs": 1, "echo": True}
+        payload |= {"return_tokens_as_token_ids": True}  # different tokens can have the same text
+
+        def parse(body: dict[str, Any]) -> tuple[float, bool]:
+            (choice,) = body["choices"]
+            logprobs, best = choice["logprobs"]["token_logprobs"], choice["logprobs"]["top_logprobs"]
+            if {len(logprobs), len(best)} != {len(tokens) + 1}:
+                raise ValueError(f"it scores {len(logprobs) - 1} tokens of a text that has {len(tokens)}")
+            # the first token has no log-probability
+            for value in [*logprobs[1:], *(value for top in best[1:] for value in top.values())]:
+                log_probability(value)
+            ((value, is_greedy),) = self.parse_logprobs(body, ctxlens=[length])
+            return float(value), bool(is_greedy)
+
+        def done(score: tuple[float, bool]) -> None:
+            if texts:
+                self.cache_hook.add_partial("loglikelihood", texts, score)
+
+        return Request(name, self.answering.variant(), lambda: payload, parse, done)
 
 
 class PrunedServerChatLM(PrunedServerLM):
-    """Sends chats, to which the servers apply their own chat templates; for `--apply_chat_template`."""
+    """Sends chats, to which the server applies its own chat template; for `--apply_chat_template`."""
 
     chat = True
 
@@ -338,5 +589,77 @@ class PrunedServerChatLM(PrunedServerLM):
         return JsonChatStr(json.dumps(chat_history, ensure_ascii=False))
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
-        """Return an empty text: only the servers know the template."""
+        """Return an empty text: only the server knows the template."""
         return ""
+
+
+class ServerAnswering(Answering):
+    """Answers requests from the answer store, and all others by the server."""
+
+    def _applied(self) -> tuple[Intervention, ...]:
+        applied: tuple[Intervention, ...] = self.lm.arguments.interventions
+        return applied
+
+    @property
+    def versions(self) -> dict[str, Any]:
+        """Return the versions that answers depend on; servers do not use the transformers installed here."""
+        return {**code_versions("lm_eval"), "answering": SERVED_ANSWERING}
+
+    def _sampling_key(self, request: Any, repeat: int) -> list[Any]:
+        return [sampling_seed(self.lm.seed, repeat)]
+
+    def _key_parts(self, kind: str, request: Any, repeat: int) -> tuple[dict[str, Any], str]:
+        parts, _ = super()._key_parts(kind, request, repeat)
+        lm, variant = self.lm, self.variant(self.attempt(request, repeat))
+        cut: Any = int(lm.max_length)  # tokens that a request is cut to; None if it fits
+        if kind == "generate_until":
+            room = lm.max_length - generation.answer_limit(request.args[1], lm.max_gen_toks)
+            is_cut = not lm.chat and request.args[0] and len(lm._encode(request.args[0])) > room
+            cut = room if is_cut else None
+        return {**parts, "cut": cut, "adapters": lm.adapter_hashes(variant)}, str(variant)
+
+    def variant(self, name: str = DENSE) -> ServedVariant:
+        """Return the variant that prunes the heads of an attempt and of the model_args, or has a LoRA adapter."""
+        for adapter in self.lm.lora:
+            return ServedVariant(adapter)
+        routed = self.router.masks[name] if self.router else None
+        masks: Any = combined([*self._applied(), *([routed] if routed else [])])
+        heads = [str(head) for mask in masks for head in mask.heads_of(self.lm.model_map)]
+        return ServedVariant(adapter_name(heads), tuple(heads)) if heads else UNPRUNED
+
+    def variants(self) -> list[ServedVariant]:
+        """Return all variants that requests may need."""
+        names = self.router.pool if self.router else [DENSE]
+        return list(dict.fromkeys(map(self.variant, names)))
+
+    @property
+    def _group_size(self) -> int:
+        return 1
+
+    def _run(self, pending: PendingRequests, disable_tqdm: bool) -> list[Any]:
+        def keep(text: GeneratedText, key: Any) -> None:
+            if text.is_missing and self.store:
+                self.store.responses[key] = text  # used in this run, not stored
+            else:
+                pending.add(key, text, **(text.ending._asdict() if text.ending else {}))
+
+        lm = self.lm
+        if pending.kind == "generate_until":
+            rows = zip(pending.requests, pending.repeats, pending.keys, strict=True)
+            return list(lm.send([lm.generating(*row, partial(keep, key=key)) for *row, key in rows]))
+        with self._hooked(pending), replaced(lm, max_length=lm.max_length - 1):  # a server generates one more token
+            return list(getattr(LocalCompletionsAPI, pending.kind)(lm, pending.requests, disable_tqdm=disable_tqdm))
+
+
+def sampling_seed(seed: int, attempt: int) -> int:
+    """Return the seed of an attempt; runs with neighbouring seeds draw differently."""
+    return int(digest([seed, attempt]), 16) & 0x7FFFFFFF
+
+
+def log_probability(value: Any) -> float:
+    """Return a value if it is a log-probability; `InputError` otherwise (NaN, infinite, null, text)."""
+    if type(value) not in (int, float) or not -sys.float_info.max <= value <= MAX_LOG_PROBABILITY:
+        raise InputError(
+            f"a log-probability is {repr(value)[:40]}, not a number up to 0; does the model overflow in its type?"
+        )
+    return float(value)

@@ -8,35 +8,34 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from lmeval_prune.config import Count, Positive, Settings
+from lmeval_prune.config import Count, Settings
 from lmeval_prune.errors import InputError
-from lmeval_prune.models.server_kinds import KINDS, ServerKind
 
 
 @dataclass(frozen=True)
 class ServerOptions(Settings):
     """The model_args of `pruned-server`, except those that select the variant (see `Arguments`)."""
 
-    # servers
+    # server
     base_url: str | None = None  # address of the server, e.g. `http://localhost:8000`
-    server: Literal["vllm", "sglang", "llamacpp"] = "vllm"  # kind of the servers
-    num_concurrent: Count = 64  # requests per server at a time
-    max_retries: Count = 8  # of a request, and of a server in a row
-    timeout: Positive = 600.0  # seconds for a request and its complete response
-    probe: bool = True  # check at the start that the servers serve the variants
+    server: Literal["vllm", "sglang", "llamacpp"] = "vllm"  # its kind
+    num_concurrent: Count = 64  # requests at a time
+    max_retries: Count = 8  # times that a request is sent, at most
+    timeout: Count = 600  # seconds for a request and its complete response
+    probe: bool = True  # check at the start that the server has the variants
     verify_certificate: bool = True
     ca_cert_path: str | None = None
     auth_token: str | None = None
     header: Any = None
     # model
-    model: str | None = None  # name of the unpruned model on the servers; default: the only model that they list
+    model: str | None = None  # name of the unpruned model on the server; default: the only model that it lists
     pretrained: str | None = None  # the same model, for its configuration and tokenizer; default `tokenizer`, `model`
     revision: str | None = None
     trust_remote_code: bool = False
     adapters: str | None = None  # folder that `lmeval-prune export adapter` wrote; answers depend on its content
     lora: str | None = None  # ordinary LoRA adapter, a folder; the server has it under the folder's name
-    dtype: str | None = None  # type in which the servers compute; required with `responses=`, or named by `adapters`
-    max_length: Count | None = None  # tokens of prompt and answer; at most the servers' limit
+    dtype: str | None = None  # type in which the server computes; required with `responses=`, or named by `adapters`
+    max_length: Count | None = None  # tokens of prompt and answer; at most the server's limit
     # prompts and answers, as for lm-eval's `local-completions` and `hf`
     tokenizer: str | None = None
     use_fast_tokenizer: bool = True
@@ -66,15 +65,17 @@ class ServerOptions(Settings):
         return f"{address.scheme}://{address.netloc}{path}"
 
     @property
-    def kind(self) -> ServerKind:
-        """Return the kind of the servers."""
-        return KINDS[self.server]
-
-    @property
     def template_arguments(self) -> dict[str, Any]:
         """Return the arguments of the chat template."""
         thinking = {} if self.enable_thinking is None else {"enable_thinking": self.enable_thinking}
         return {**(self.chat_template_args or {}), **thinking}
+
+    @property
+    def api_options(self) -> dict[str, Any]:
+        """Return the options that lm-eval's own class takes, as they are, except those left at None."""
+        names = ["trust_remote_code", "revision", "use_fast_tokenizer", "custom_prefix_token_id", "eos_string", "seed"]
+        names += ["auth_token", "header", "verify_certificate", "max_gen_toks", "num_concurrent", "max_retries"]
+        return {name: getattr(self, name) for name in [*names, "timeout"] if getattr(self, name) is not None}
 
     @property
     def answer_options(self) -> dict[str, Any]:

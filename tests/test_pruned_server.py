@@ -7,6 +7,7 @@ import math
 import os
 import shutil
 import signal
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -432,6 +433,38 @@ def test_another_model_in_the_place_of_a_server_is_not_asked(tiny_folder: Path) 
 
 
 # ---------------------------------------------------------------------- requests and stored answers
+
+
+class Mixing(Stub):
+    """Answers requests for the unpruned model under an adapter while others are being answered."""
+
+    busy = 0
+
+    def heads(self, payload: dict[str, Any]) -> str | None:
+        self.busy += 1
+        time.sleep(0.1)
+        is_mixed = self.busy > 1
+        time.sleep(0.05)
+        self.busy -= 1
+        heads = super().heads(payload)
+        return self.adapters[-1] if heads == "" and is_mixed else heads
+
+
+def test_a_server_that_mixes_variants_is_refused(tiny_folder: Path) -> None:
+    routed = {"router": "random", "router_pool": "L0H0+L0H1+dense"}
+    with Stub(tiny_folder, ("L0H0", "L0H1")) as stub:
+        served(tiny_folder, stub, **routed)
+    with Mixing(tiny_folder, ("L0H0", "L0H1")) as stub, pytest.raises(InputError, match="mixes variants"):
+        served(tiny_folder, stub, **routed)
+
+
+def test_whole_texts_longer_than_a_request_are_scored_in_windows(tiny_folder: Path) -> None:
+    """Two tokens shorter than those of `hf`."""
+    hf = PrunedHFLM(str(tiny_folder), dtype="float64", device="cpu", max_length=30)
+    with Stub(tiny_folder) as stub:
+        lm = served(tiny_folder, stub, probe=False, max_length=32)
+        instances = [request("loglikelihood_rolling", ("x" * n,), n) for n in (29, 30, 31, 32, 33, 90)]
+        assert lm.loglikelihood_rolling(instances) == pytest.approx(hf.loglikelihood_rolling(instances), abs=1e-9)
 
 
 def test_answers_depend_on_the_prefix(tiny_folder: Path, tmp_path: Path) -> None:

@@ -49,6 +49,7 @@ from lmeval_prune.models.generation import answer_limit, check_settings, prompt_
 from lmeval_prune.models.head_router import FixedOrderRouter
 from lmeval_prune.models.identity import ModelIdentity, interventions_report, tokenizer_fingerprint
 from lmeval_prune.models.lengths import Ending
+from lmeval_prune.models.likelihood import check_own_tokens
 from lmeval_prune.models.lm_base import AnsweringLM, log_interventions, use_lm_eval_logging
 from lmeval_prune.profiling.costs import cost_columns
 
@@ -298,6 +299,8 @@ class PrunedHFLM(AnsweringLM, HFLM):
 
     def _loglikelihood_tokens(self, requests: list[Any], *args: Any, **kwargs: Any) -> list[tuple[float, bool]]:
         """Score as `hf` does, with a padding mask for interventions that read several tokens: `hf` passes none."""
+        for pair, _, continuation in requests:
+            check_own_tokens(pair, continuation)
         unpadded: Counter[tuple[int, ...]] = Counter()
         if any(not intervention.tokenwise for intervention in interventions_on(self.model)):
             texts = [(*context, *continuation[:-1]) for _, context, continuation in requests]

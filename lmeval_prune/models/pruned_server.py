@@ -247,9 +247,15 @@ class PrunedServerLM(AnsweringLM, LocalCompletionsAPI):
         probe = {"prompt": own[:PROBE_PROMPT], **settings, **scored}
         pruned = [variant for variant in variants if variant != UNPRUNED]
         asked = [*[UNPRUNED] * 4, *pruned]  # repeated to measure the server's noise
-        requests = [Request("a probe", variant, lambda: probe, self._parse_signature) for variant in asked]
-        with replaced(self, base_url=f"{self.url}/v1/completions", _concurrent=1):
-            signatures: list[Signature] = self.send(requests)
+        mixed = [each for variant in pruned for each in (variant, UNPRUNED)]
+        alone, together = (
+            [Request("a probe", variant, lambda: probe, self._parse_signature) for variant in part]
+            for part in (asked, mixed)
+        )
+        with replaced(self, base_url=f"{self.url}/v1/completions"):
+            with replaced(self, _concurrent=1):
+                signatures: list[Signature] = self.send(alone)
+            in_one_batch: list[Signature] = self.send(together)
         noise = max(MIN_DISTANCE, 1.5 * max(distance(*pair, 1) for pair in combinations(signatures[:4], 2)))
         for (other, first), (variant, second) in combinations(zip(asked[3:], signatures[3:], strict=True), 2):
             if distance(first, second, 1) <= noise:
@@ -257,6 +263,13 @@ class PrunedServerLM(AnsweringLM, LocalCompletionsAPI):
                     f"{self.url} gives the same answers under {variant} as under {other}: both names mean one "
                     f"adapter, or an adapter matches no module (vLLM: --lora-target-modules o_proj); start it with the "
                     f"command that `lmeval-prune export adapter` prints"
+                )
+        known = dict(zip(asked[3:], signatures[3:], strict=True))
+        for variant, signature in zip(mixed, in_one_batch, strict=True):
+            if min(known, key=lambda name: distance(signature, known[name], 1)) != variant:
+                raise InputError(
+                    f"{self.url} mixes variants in a batch: {variant} is answered as another one beside it; start it "
+                    f"with a slot more than there are adapters (vLLM: --max-loras)"
                 )
         if path := self.record_path:
             store = self.answering.store

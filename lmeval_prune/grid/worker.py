@@ -101,6 +101,11 @@ class Worker:
         self.lm: VariantLM | ServedLM | None = None
         self._loaded: Any = None  # what identifies the model
 
+    def run_all(self, jobs: Sequence[Job]) -> Iterator[Result]:
+        """Run jobs one after another."""
+        for job in jobs:
+            yield from self.run(job)
+
     def run(self, job: Job) -> Iterator[Result]:
         """Yield the result of each of a job's items that another process does not make."""
         self.folder = GridFolder(job.folder)

@@ -19,13 +19,8 @@ from lmeval_prune.grid.worker import FAILED, Job, Result, Worker
 from lmeval_prune.models.registered import TARGETS
 from lmeval_prune.tasks.loading import included_folder, including
 
-ENVIRONMENT = (  # by which a worker finds the same data and models
-    "LMEVAL_PRUNE_DATA",
-    "LMEVAL_PRUNE_CACHE",
-    "HF_HOME",
-    "HF_HUB_OFFLINE",
-    "HF_DATASETS_OFFLINE",
-)
+# environment variables by which a worker finds the same data and models
+ENVIRONMENT = ("LMEVAL_PRUNE_DATA", "LMEVAL_PRUNE_CACHE", "HF_HOME", "HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE")
 
 
 @dataclass(frozen=True)
@@ -41,9 +36,8 @@ class RayRunner:
         """Run jobs in parallel."""
         import ray
 
-        if not ray.is_initialized():
-            os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-            ray.init(address=self.address, log_to_driver=False, logging_level=logging.WARNING)
+        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+        ray.init(self.address, log_to_driver=False, logging_level=logging.WARNING, ignore_reinit_error=True)
         for name, request in (("CPU", self.cpus), ("GPU", self.gpus), ("memory", self.memory or 0)):
             if not any(node["Alive"] and node["Resources"].get(name, 0) >= request for node in ray.nodes()):
                 raise InputError(f"no node of the Ray cluster has the {request:g} {name} of a job")  # Ray would wait

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from lm_eval import simple_evaluate
+from lm_eval.loggers import EvaluationTracker
 from lm_eval.utils import sanitize_list
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -214,6 +215,21 @@ def test_a_failed_cell_is_recorded_and_tried_again_on_request(
         assert main(command) == 1 and len(tried) == 2  # not tried again
     assert main([*command, "--retry-failed"]) == 0
     assert not list((tmp_path / "g" / "failed").iterdir())
+
+
+def test_a_cell_whose_samples_were_not_written_is_not_done(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """lm-eval's writer only logs its errors."""
+    write = EvaluationTracker.save_results_samples
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            EvaluationTracker,
+            "save_results_samples",
+            lambda *args, samples, **kwargs: write(*args, samples=samples[:-1], **kwargs),
+        )
+        assert len(run(Grid.of(described(tiny_folder, **SMALL)), str(tmp_path / "g")).failed) == 2
+    assert run(Grid.of(described(tiny_folder, **SMALL)), str(tmp_path / "g"), retry_failed=True).new == 2
 
 
 def test_cells_fail_with_their_preparation(tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

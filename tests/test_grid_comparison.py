@@ -18,6 +18,7 @@ from lmeval_prune.artefacts import digest, file_name, new_folder, write_artefact
 from lmeval_prune.cli import main
 from lmeval_prune.comparison.costs import pareto_fronts
 from lmeval_prune.comparison.tables import POOLED
+from lmeval_prune.grid.cell_folder import selected_questions
 from lmeval_prune.grid.comparison import compare
 from lmeval_prune.grid.folder import CELL, VERSION, GridFolder
 from lmeval_prune.reporting.statistics import (
@@ -325,7 +326,10 @@ def test_cells_that_are_not_done_are_missing(tmp_path: Path) -> None:
 
 
 def test_what_was_chosen_on_these_questions_is_marked(tmp_path: Path) -> None:
-    seen = tuple(digest(f"t question {i}?") for i in (0, 2, 9))
+    router = tmp_path / "router"
+    router.mkdir()
+    (router / "router.json").write_text(json.dumps({"seen": [digest(f"t question {i}?") for i in (0, 2, 9)]}))
+    seen = tuple(selected_questions({"router": str(router)}))
     values = {name: {"t": [1.0, 0.0, 1.0]} for name in ("dense", "best", "routed")}
     path = write_grid(tmp_path / "g", values, questions={"routed": seen}, best={"selected_on": ["t"]})
     rows = compare(path).rows

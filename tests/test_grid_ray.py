@@ -60,7 +60,7 @@ def test_a_node_that_dies_changes_nothing(tiny_folder: Path, alone: Path, tmp_pa
 
     killer = threading.Thread(target=kill, daemon=True)
     killer.start()
-    summary = run(Grid.of(described(tiny_folder, together=2)), str(output), RayRunner())
+    summary = run(Grid.of(described(tiny_folder, together=2)), str(output), RayRunner().run)
     killer.join(60)
     assert killed and killed[0] < 12
     assert summary.failed == [] and summary.new == 12

@@ -197,23 +197,7 @@ def test_columns_of_some_questions_are_left_out(tmp_path: Path) -> None:
     assert partial["changes"] == {name: change for name, change in whole["changes"].items() if name != "L10H1"}
 
 
-def test_held_out_questions_are_the_test(tmp_path: Path) -> None:
-    write(tmp_path / "s", 0, 60)
-    router = fit(OutcomeStore(tmp_path / "s").read(), "all-minilm-l6-v2", FitOptions(epochs=3, holdout=0.5))
-    router.save(tmp_path / "r")
-    assert router.about["questions"] == 30 and router.about["held_out"] == 30
-    write_report(ReportOptions(str(tmp_path / "s"), str(tmp_path / "out"), router=str(tmp_path / "r"), n=3))
-    text = (tmp_path / "out/report.md").read_text()
-    assert "Test: 30 questions" in text and "Training: 30 questions" in text
-    write(tmp_path / "other", 100, 40)  # another store for the baselines changes nothing about what is tested
-    write_report(
-        ReportOptions(str(tmp_path / "s"), str(tmp_path / "out"), str(tmp_path / "other"), str(tmp_path / "r"), n=3)
-    )
-    text = (tmp_path / "out/report.md").read_text()
-    assert "Test: 30 questions" in text and "Training: 40 questions" in text
-
-
-def test_questions_command(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_held_out_questions_are_the_test(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     write(tmp_path / "s", 0, 40)
     fit(OutcomeStore(tmp_path / "s").read(), "all-minilm-l6-v2", FitOptions(epochs=1, holdout=0.25)).save(
         tmp_path / "r"
@@ -222,10 +206,11 @@ def test_questions_command(tmp_path: Path, capsys: pytest.CaptureFixture) -> Non
     assert main(command) == 0
     assert json.loads(capsys.readouterr().out) == {"toy_pass8": list(range(40))}
     assert main([*command, "--router", str(tmp_path / "r")]) == 0
-    held = json.loads(capsys.readouterr().out)["toy_pass8"]
-    assert len(held) == 10
-    write_report(ReportOptions(str(tmp_path / "s"), str(tmp_path / "out"), router=str(tmp_path / "r"), n=2))
-    assert "Test: 10 questions" in (tmp_path / "out/report.md").read_text()
+    assert len(json.loads(capsys.readouterr().out)["toy_pass8"]) == 10
+    write(tmp_path / "other", 100, 40)  # another store for the baselines changes nothing about what is tested
+    for train in (None, str(tmp_path / "other")):
+        write_report(ReportOptions(str(tmp_path / "s"), str(tmp_path / "out"), train, str(tmp_path / "r"), n=2))
+        assert "Test: 10 questions" in (tmp_path / "out/report.md").read_text()
 
 
 def test_fitted_questions_are_refused_as_test(tmp_path: Path) -> None:

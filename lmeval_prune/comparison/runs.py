@@ -194,8 +194,6 @@ def find_runs(words: Sequence[str]) -> list[Run]:
     but for the seed; otherwise they are several.
     """
     paths = {word: word if Path(word).exists() else word.partition("=")[2] or word for word in words}
-    if repeated := [word for word in paths if list(words).count(word) > 1]:
-        raise InputError(f"{repeated[0]} is named twice; name each run once")
     unnamed = [path for word, path in paths.items() if path == word]
     start = os.path.commonpath([Path(path).absolute().parent for path in unnamed]) if len(unnamed) > 1 else None
     runs: list[Run] = []

@@ -59,22 +59,22 @@ def write_cell(folder: GridFolder, cell: Cell, lm: Any, results: dict[str, Any],
         writer.save_results_aggregated(results=results, samples=samples)
         for task, rows in samples.items():
             writer.save_results_samples(task_name=file_name(task), samples=rows)
-        # lm-eval only logs an error of its writer
-        files = {task: target / f"samples_{file_name(task)}_{writer.key}.jsonl" for task in samples}
-        for file in (target / folder.results(cell.key).name, *files.values()):
-            if not file.is_file() or not file.read_bytes().endswith((b"}", b"}\n")):
-                raise OSError(28, "lm-eval could not write it", str(file))
         content = cell.entry(model_args) | {
-            "selected_questions": sorted(_selected_questions(cell.variant.model_args)),
+            "selected_questions": sorted(selected_questions(cell.variant.model_args)),
             "seed": cell.variant.seed,
             **{name: getattr(cell, name) for name in ("evaluation", "metadata", "identity", "answers")},
             **{name: getattr(cell, name) for name in ("batch_size", "device", "engine")},
             "ran": ran,
         }
         write_artefact(target / "cell.json", CELL, VERSION, content)
+        # lm-eval only logs an error of its writer, and leaves what it has written
+        lines = {f"samples_{file_name(task)}_{writer.key}.jsonl": len(rows) for task, rows in samples.items()}
+        whole = [sum(1 for _ in (target / name).open("rb")) == count for name, count in lines.items()]
+        if not all(whole) or not (target / f"results_{writer.key}.json").read_bytes().endswith(b"}"):
+            raise RuntimeError("lm-eval could not write the results or the samples")
 
 
-def _selected_questions(model_args: dict[str, Any]) -> set[str]:
+def selected_questions(model_args: dict[str, Any]) -> set[str]:
     """Return digests of the questions by which a variant was selected: those of its router and of its outcome store."""
     questions: set[str] = set()
     for name in ("router", "router_store"):

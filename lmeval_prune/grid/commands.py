@@ -39,7 +39,7 @@ def run(
 
     logging.basicConfig(format="%(message)s")
     logging.getLogger("lmeval_prune.grid").setLevel(logging.INFO)
-    job_runner = None if runner == "here" else RayRunner(ray_address, cpus, gpus, memory)
+    job_runner = None if runner == "here" else RayRunner(ray_address, cpus, gpus, memory).run
     summary = run_grid(parsed, output, job_runner, retry_failed)
     for variant, task, reason in summary.failed:
         print(f"failed: {variant} on {task}: {reason}")

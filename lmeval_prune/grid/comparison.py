@@ -81,15 +81,17 @@ def _measured(
             if reason := cut_off_note(lengths):
                 notes.append(f"{variant} on {task}: {reason}")
         key = entry.get("distance", "")
-        if reason := entry.get("no_distance"):
-            notes.append(f"{variant}: its distance is not measured: {reason}")
-        if origin := entry.get("distance_from"):
-            notes.append(f"{variant}: its distance is that of its checkpoint from the model of {origin}")
+        if "no_distance" in entry:
+            notes.append(f"{variant}: its distance is not measured: {entry['no_distance']}")
+        if "distance_from" in entry:
+            notes.append(
+                f"{variant}: its distance is that of its checkpoint from the model of {entry['distance_from']}"
+            )
         if key and folder.place("distance", key).exists():
             summary = summarize(folder.distances(key))
             fields |= {name: summary.get(name) for name in DISTANCE}
-        elif reason := failures.get(f"distance-{key}"):
-            notes.append(f"{variant} on {task}: its distance is not measured: {reason}")
+        elif failure := failures.get(f"distance-{key}"):
+            notes.append(f"{variant} on {task}: its distance is not measured: {failure}")
     return measured, notes
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from pkgutil import resolve_name
+from typing import Any
 
 import torch
 
@@ -18,9 +19,8 @@ from lmeval_prune.grid.worker import FAILED, Job, Result, Worker
 from lmeval_prune.models.registered import TARGETS
 from lmeval_prune.tasks.loading import included_folder, including
 
-# environment variables that a Ray worker needs to find the same data and models
+# environment variables by which a worker finds the same data and models
 ENVIRONMENT = ("LMEVAL_PRUNE_DATA", "LMEVAL_PRUNE_CACHE", "HF_HOME", "HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE")
-RETRIES = 5  # of a job whose worker or node died; it reuses the stored answers
 
 
 @dataclass(frozen=True)
@@ -36,14 +36,13 @@ class RayRunner:
         """Run jobs in parallel."""
         import ray
 
-        if not ray.is_initialized():
-            os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-            ray.init(address=self.address, log_to_driver=False, logging_level=logging.WARNING)
+        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+        ray.init(self.address, log_to_driver=False, logging_level=logging.WARNING, ignore_reinit_error=True)
         for name, request in (("CPU", self.cpus), ("GPU", self.gpus), ("memory", self.memory or 0)):
-            largest = max((node["Resources"].get(name, 0) for node in ray.nodes() if node["Alive"]), default=0)
-            if request > largest:  # Ray would wait for ever
-                raise InputError(f"a job requests {request:g} {name}; the largest node has {largest:g}")
-        task = ray.remote(num_cpus=self.cpus, num_gpus=self.gpus, memory=self.memory, max_retries=RETRIES)(_in_worker)
+            if not any(node["Alive"] and node["Resources"].get(name, 0) >= request for node in ray.nodes()):
+                raise InputError(f"no node of the Ray cluster has the {request:g} {name} of a job")  # Ray would wait
+        resources: dict[str, Any] = {"num_cpus": self.cpus, "num_gpus": self.gpus, "memory": self.memory}
+        task = ray.remote(**resources, max_retries=5)(_in_worker)  # again if its node dies; answers are stored
         environment = {name: os.environ[name] for name in ENVIRONMENT if name in os.environ}
         settings = TARGETS.get("process"), str(Path.cwd()), environment, included_folder()
         pending = {task.remote(job, *settings): job for job in jobs}
@@ -60,9 +59,6 @@ class RayRunner:
                     if not folder.place(item.kind, item.key).exists():
                         folder.record_failure(item.name, f"lost by Ray: {reason}", str(error))
                         yield Result(item, FAILED, reason)
-
-    def close(self) -> None:
-        """Do nothing: Ray's workers hold the models."""
 
 
 _worker = cache(Worker)

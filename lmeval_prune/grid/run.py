@@ -6,14 +6,13 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from pathlib import Path
 from time import monotonic, sleep
-from typing import Any, Protocol
+from typing import Any
 
 from lmeval_prune.artefacts import digest
 from lmeval_prune.grid.cells import Cell, cells_of
 from lmeval_prune.grid.configuration import Grid
-from lmeval_prune.grid.folder import GridFolder, Item, reason_missing
+from lmeval_prune.grid.folder import GridFolder, Item, Kind, reason_missing
 from lmeval_prune.grid.worker import BUSY, FAILED, Job, Result, Worker
 
 logger = logging.getLogger(__name__)
@@ -21,36 +20,9 @@ POLL_SECONDS = 2.0  # between two checks for items that another run makes
 REMINDER_SECONDS = 60.0  # between two messages about them
 LOADING_ARGUMENTS = ("pretrained", "peft", "dtype", "revision")
 MASK_ARGUMENTS = {"heads", "mask"}
-ORDER = ("prepare", "evaluate", "measure", "distance")  # with one loaded model
-
-
-class Runner(Protocol):
-    """Runs jobs."""
-
-    def run(self, jobs: Sequence[Job]) -> Iterator[Result]:
-        """Run jobs in any order.
-
-        A job that cannot finish (its machine is lost) yields a failure for each of its items; it raises nothing.
-        """
-
-    def close(self) -> None:
-        """Release all resources after the last job."""
-
-
-class LocalRunner:
-    """Runs jobs one after another in this process. A model is loaded once."""
-
-    def __init__(self) -> None:
-        self._worker = Worker()
-
-    def run(self, jobs: Sequence[Job]) -> Iterator[Result]:
-        """Run jobs in their order."""
-        for job in jobs:
-            yield from self._worker.run(job)
-
-    def close(self) -> None:
-        """Free the model."""
-        self._worker.close()
+# Runs jobs in any order. A job that cannot finish (its machine is lost) yields a failure for each of its items.
+Runner = Callable[[Sequence[Job]], Iterator[Result]]
+ORDER: tuple[Kind, ...] = ("prepare", "evaluate", "measure", "distance")  # with one loaded model
 
 
 @dataclass(frozen=True)
@@ -63,7 +35,7 @@ class Summary:
 
 
 def run(grid: Grid, output: str, runner: Runner | None = None, retry_failed: bool = False) -> Summary:
-    """Evaluate the cells of a grid that are not done; `output` is its folder, the default runner a `LocalRunner`."""
+    """Evaluate the cells of a grid that are not done; `output` is its folder; default runner: in this process."""
     folder, cells = GridFolder(output), cells_of(grid)
     distances = _plan_distances(grid, cells) if grid.distance else {}
     entries = [cell.entry(cell.model_args(folder.prepared)) | distances.get(cell.key, ({}, None))[0] for cell in cells]
@@ -91,9 +63,10 @@ def run(grid: Grid, output: str, runner: Runner | None = None, retry_failed: boo
             and (item.kind == "prepare" or not item.cell.prepared or item.cell.prepared in done["prepare"])
         ]
 
-    with closing(runner or LocalRunner()) as runner:
+    with closing(Worker()) as worker:
+        run_jobs = runner or worker.run_all
         for phase in (list(needed.values()), items):
-            _finish(phase, left, lambda items: _jobs(grid, folder, items), runner)
+            _finish(phase, left, lambda items: run_jobs(_jobs(grid, folder, items)))
     failures, done = folder.failures(), folder.done("evaluate")
     failed = [entry for entry in entries if entry["key"] not in done]
     reasons = [(entry["variant"], entry["task"], reason_missing(entry, failures)) for entry in failed]
@@ -103,15 +76,14 @@ def run(grid: Grid, output: str, runner: Runner | None = None, retry_failed: boo
 def _finish(
     items: Sequence[Item],
     left: Callable[[Sequence[Item]], list[Item]],
-    jobs: Callable[[Sequence[Item]], Sequence[Job]],
-    runner: Runner,
+    make: Callable[[Sequence[Item]], Iterator[Result]],
 ) -> None:
-    """Run jobs until no item is left, and wait for those that another run makes."""
+    """Make items until none is left, and wait for those that another run makes."""
     open_items = left(items)
     total, finished, next_message = len(open_items), 0, 0.0
     while open_items:
         finished_before = finished
-        for result in runner.run(jobs(open_items)):
+        for result in make(open_items):
             if result.state != BUSY:
                 finished += 1
                 state = f"failed: {result.reason}" if result.state == FAILED else "done"
@@ -154,7 +126,7 @@ def _jobs(grid: Grid, folder: GridFolder, items: Sequence[Item]) -> list[Job]:
 
 
 def _plan_distances(grid: Grid, cells: Sequence[Cell]) -> dict[str, tuple[dict[str, str], Item | None]]:
-    """Return the fields of `CellEntry` on distances, and the item that measures them, by cell.
+    """Return the fields of `grid.json` on distances, and the item that measures them, by cell.
 
     A variant with interventions or a preparation is measured from its model without them; another checkpoint from the
     model of the baseline's cell, which itself has no distance.
@@ -178,10 +150,7 @@ def _plan_distances(grid: Grid, cells: Sequence[Cell]) -> dict[str, tuple[dict[s
             planned[cell.key] = {"no_distance": reason}, None
             continue
         origin = cell if is_changed else base
-        loaded = cell.model_args(Path())["pretrained"]
-        is_other = origin is not cell or loaded != cell.variant.model_args["pretrained"]
-        ending = f"-{digest(origin.identity['model'])[:12]}" if is_other else ""
-        key = f"{grid.distance}-{cell.key}{ending}"
+        key = f"{grid.distance}-{cell.key}-{digest(origin.identity['model'])[:12]}"
         entry = {"distance": key} | ({} if origin is cell else {"distance_from": baseline})
         planned[cell.key] = entry, Item("distance", key, cell, None if origin is cell else origin)
     return planned

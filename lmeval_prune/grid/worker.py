@@ -101,6 +101,11 @@ class Worker:
         self.lm: VariantLM | ServedLM | None = None
         self._loaded: Any = None  # what identifies the model
 
+    def run_all(self, jobs: Sequence[Job]) -> Iterator[Result]:
+        """Run jobs one after another."""
+        for job in jobs:
+            yield from self.run(job)
+
     def run(self, job: Job) -> Iterator[Result]:
         """Yield the result of each of a job's items that another process does not make."""
         self.folder = GridFolder(job.folder)
@@ -113,14 +118,16 @@ class Worker:
                     yield Result(item, DONE)
                 else:
                     open_items.append(item)
-            if job.items[0].kind == "evaluate":
-                masks = self._masks(open_items)
-                for item in open_items:
-                    yield from self._attempt([item], partial(self._evaluate, item.cell, masks))
-                    masks = ()  # the first cell has answered the requests with all masks
-            elif open_items:
-                make = {"prepare": self._prepare, "measure": self._measure, "distance": self._distances}
-                yield from self._attempt(open_items, partial(make[job.items[0].kind], open_items, job.documents))
+            kind = job.items[0].kind
+            if kind == "distance":
+                yield from self._attempt(open_items, lambda: self._distances(open_items, job.documents))
+                return
+            masks = self._masks(open_items) if kind == "evaluate" else ()
+            make = {"prepare": self._prepare, "measure": self._measure}
+            for item in open_items:
+                work = make.get(kind, partial(self._evaluate, masks))
+                yield from self._attempt([item], partial(work, item))
+                masks = ()  # the first cell has answered the requests with all masks
 
     def close(self) -> None:
         """Free the model."""
@@ -193,15 +200,18 @@ class Worker:
 
     # ------------------------------------------------------------------ what is made
 
-    def _prepare(self, items: Sequence[Item], _: int) -> None:
-        ((cell, key),) = [(item.cell, item.key) for item in items]
-        ((name, settings),) = cell.variant.prepare.items()
-        lm = self._load(cell, Arguments.of(Arguments.of(cell.variant.model_args).loading))
-        with new_folder(self.folder.place("prepare", key)) as folder:
+    def _prepare(self, item: Item) -> None:
+        ((name, settings),) = item.cell.variant.prepare.items()
+        lm = self._load(item.cell, Arguments.of(Arguments.of(item.cell.variant.model_args).loading))
+        with new_folder(self.folder.place("prepare", item.key)) as folder:
             make_preparation(name, settings).make(lm, folder)
 
-    def _evaluate(self, cell: Cell, masks: tuple[HeadMask | None, ...]) -> None:
+    def _measure(self, item: Item) -> None:
+        self.folder.write_costs(item.key, measure(self._load(item.cell, self._arguments(item.cell))))
+
+    def _evaluate(self, masks: tuple[HeadMask | None, ...], item: Item) -> None:
         """Evaluate a cell by lm-eval and write its folder; `masks` are those whose answers are computed together."""
+        cell = item.cell
         arguments = self._arguments(cell)
         needs_order = any(intervention.needs_order for intervention in arguments.interventions)
         start = time.perf_counter()
@@ -217,7 +227,7 @@ class Worker:
             if not masks:
                 raise
             logger.info("the variants cannot share a pass; each is evaluated alone")
-            self._evaluate(cell, ())
+            self._evaluate((), item)
             return
         assert results is not None
         ran = {
@@ -230,13 +240,10 @@ class Worker:
         }
         write_cell(self.folder, cell, lm, results, ran)
 
-    def _measure(self, items: Sequence[Item], _: int) -> None:
-        for item in items:
-            lm = self._load(item.cell, self._arguments(item.cell))
-            self.folder.write_costs(item.key, measure(lm))
-
     def _distances(self, items: Sequence[Item], documents: int) -> None:
         """Write the distances of cells of one task from one dense model."""
+        if not items:
+            return
         origin = items[0].origin or items[0].cell
         loading = Arguments.of(origin.variant.model_args).loading
         lm = self._load(origin, _by_engine(loading))

@@ -293,6 +293,24 @@ def test_costs_are_measured_in_the_end(tiny_folder: Path, tmp_path: Path, monkey
         assert all(folder.costs(cell["costs"]) for cell in folder.read()["cells"])
 
 
+def test_a_model_that_was_changed_after_its_cells_were_named_is_refused(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its tokens and its type are those of the hash, under arguments of the tokenizer, too."""
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_folder, folder)
+    variants = {"bos": {"add_bos_token": True}, "slow": {"use_fast_tokenizer": False}, "head": {"heads": "L0H1"}}
+    settings = {"variants": variants, "tasks": ["prune_tiny_choice"], "baseline": None, "limit": 1}
+    grid = Grid.of(described(folder, **settings))
+    assert run(grid, str(tmp_path / "g")).failed == []
+    cells = cells_of(grid)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "rope_theta": 5000.0, "rope_parameters": None}))
+    monkeypatch.setattr("lmeval_prune.grid.run.cells_of", lambda _: cells)
+    failed = run(grid, str(tmp_path / "h")).failed
+    assert len(failed) == 3
+
+
 # ---------------------------------------------------------------------- the hash
 
 

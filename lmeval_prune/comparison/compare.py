@@ -246,6 +246,11 @@ def _table(task: str, runs: Mapping[str, Evaluation], metric: str | None) -> Tab
         choose(task, chosen.column, complete)
     values = np.column_stack([chosen.aggregation.factor * run.values[chosen.column] for run in runs.values()])
     weights = unless_equal(base.values[WEIGHT + chosen.column]) if chosen.aggregation.is_weighted else None
+    for name, run in runs.items():
+        if weights is not None and not np.allclose(run.values[WEIGHT + chosen.column], weights):
+            raise InputError(
+                f"{name} on {task}: its documents have other numbers of words or bytes than the baseline's"
+            )
     texts, numbers = zip(*((outcome.text_key, outcome.number) for outcome in base.outcomes), strict=True)
     return Table(list(runs), values, list(texts), (chosen,), numbers, weights=weights)
 

@@ -29,6 +29,7 @@ from lmeval_prune.grid.preparations import make_preparation
 from lmeval_prune.interventions import HeadMask, combined
 from lmeval_prune.models.arguments import Arguments
 from lmeval_prune.models.checkpoint import Checkpoint
+from lmeval_prune.models.identity import ModelIdentity
 from lmeval_prune.models.pruned_server import PrunedServerLM
 from lmeval_prune.models.server_options import without_server
 
@@ -181,6 +182,8 @@ class Worker:
         else:
             self.close()
             self.lm = VariantLM(arguments)
+            if identity and ModelIdentity.of_checkpoint(Checkpoint(arguments.loading)).to_json() != identity:
+                raise InputError("the model's files have changed since the grid began; run it again")
             self._loaded = key
         return self.lm
 

@@ -31,9 +31,8 @@ from lmeval_prune.checkpoints import embedded
 from lmeval_prune.profiling.costs import parameters
 from lmeval_prune.pruners.base import make_pruner
 from lmeval_prune.pruners.calibration import CalibrationText, read_calibration
-from lmeval_prune.pruners.layer_store import Removal
 from lmeval_prune.pruners.options import PruneOptions
-from lmeval_prune.pruners.parts import KINDS, depth_parts_of, parts_of
+from lmeval_prune.pruners.parts import KINDS, Removal, depth_parts_of, parts_of
 from lmeval_prune.pruners.schedule import stages
 from lmeval_prune.pruners.sequential import SequentialPruner, make_plan
 from lmeval_prune.reporting.plot_style import COLOURS, figure, save

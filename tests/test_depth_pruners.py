@@ -19,9 +19,8 @@ from lmeval_prune.pruners.allocation import Budget, unit_pools
 from lmeval_prune.pruners.base import make_pruner
 from lmeval_prune.pruners.block_kl import _gathering_tokens
 from lmeval_prune.pruners.calibration import CalibrationText
-from lmeval_prune.pruners.layer_store import Removal
 from lmeval_prune.pruners.options import PruneOptions
-from lmeval_prune.pruners.parts import DEPTH_KINDS, Removed, depth_parts_of
+from lmeval_prune.pruners.parts import DEPTH_KINDS, Removal, Removed, depth_parts_of
 from lmeval_prune.pruners.random_scores import RandomScores
 from lmeval_prune.pruners.schedule import resolve_options, stages
 from tests.conftest import run_command

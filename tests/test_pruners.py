@@ -491,7 +491,7 @@ def test_parts_that_are_left_open_are_what_the_paper_removes(name: str) -> None:
     """With a second method for channels, both kinds are removed."""
     model_map, text = map_model(tiny("llama", num_hidden_layers=4)), text_of()
     pruner = make_pruner(name, {})
-    parts = "heads" if name in ("norm_entropy", "global_threshold", "confidence") else "both"
+    parts = "heads" if pruner.heads_only else pruner.parts
     (plan,) = stages(pruner, model_map, PruneOptions(0.25), text)
     assert plan == next(stages(pruner, model_map, PruneOptions(0.25, parts=parts), text))
     assert bool(plan.channels) == (parts == "both") and plan.provenance["options"]["parts"] == parts

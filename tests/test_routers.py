@@ -88,8 +88,9 @@ def test_validation_chooses(row: Row) -> None:
     several = {name: value for name, value in vars(method).items() if isinstance(value, tuple) and len(value) > 1}
     assert several
     with pytest.raises(InputError):
-        FitOptions(router=row.name, validation=0).method()
-    options(row, validation=0.0).method()
+        fit_embeddings(*world(60, 4), POOL[:6], "none", FitOptions(router=row.name, validation=0))
+    with pytest.raises(InputError):  # a share that rounds to no question
+        fit_embeddings(*world(8, 4), POOL[:6], "none", FitOptions(router=row.name, validation=0.01))
     quick = {"epochs": 2} if row.flat else {}
     router = fit_embeddings(*world(60, 4), POOL[:6], "none", FitOptions(router=row.name, **quick))
     tried, chosen = router.about["tried"], router.about["chosen"]

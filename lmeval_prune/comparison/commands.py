@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Any, Literal
 
 from lmeval_prune.config import command
-
-if TYPE_CHECKING:
-    from lmeval_prune.comparison.rows import Comparison
 
 
 @command("runs")
@@ -44,7 +41,7 @@ def compare(
     return write_report(comparison, Path(output), without_texts)
 
 
-def write_report(comparison: Comparison, target: Path, without_texts: Sequence[str]) -> int:
+def write_report(comparison: Any, target: Path, without_texts: Sequence[str]) -> int:
     """Write the report of a comparison to a folder, and print its main table, the notes and the paths."""
     from lmeval_prune.comparison.report import summary_table, task_table, write
     from lmeval_prune.reporting.documents import printable

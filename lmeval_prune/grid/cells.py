@@ -22,6 +22,7 @@ from lmeval_prune.artefacts import digest
 from lmeval_prune.errors import InputError
 from lmeval_prune.export.manifest import adapter_name, read_adapters, read_lora
 from lmeval_prune.grid.configuration import Grid, GridTask, Variant
+from lmeval_prune.grid.folder import Kind
 from lmeval_prune.grid.preparations import make_preparation, with_chat_template
 from lmeval_prune.grid.task_identity import TaskIdentity, identify, training_digest
 from lmeval_prune.models.arguments import ROUTER_ARGUMENTS, Arguments
@@ -125,6 +126,29 @@ class Cell:
             "costs": self.costs,
             "command": self.command(model_args),
         }
+
+
+@dataclass(frozen=True)
+class Item:
+    """One result in a grid's folder, which one process makes."""
+
+    kind: Kind
+    key: str
+    cell: Cell  # with this variant
+    origin: Cell | None = None  # of distances: the cell from whose model they are measured
+
+    @property
+    def name(self) -> str:
+        """Return the name of its lock and of its failure."""
+        return f"{self.kind}-{self.key}"
+
+    def __str__(self) -> str:
+        about = {"prepare": "preparation", "measure": "costs"}.get(self.kind)
+        return (
+            f"{about} of {self.cell.variant.name}"
+            if about
+            else f"{self.kind} {self.cell.name}".removeprefix("evaluate ")
+        )
 
 
 def versions(served: bool) -> dict[str, Any]:

@@ -18,18 +18,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from filelock import Timeout
 
 from lmeval_prune.artefacts import ENVELOPE, file_lock, file_name, read_artefact, read_table, write_artefact
 from lmeval_prune.errors import InputError, did_you_mean, first_few
 from lmeval_prune.models.server_record import RECORD
-
-if TYPE_CHECKING:
-    from lmeval_prune.grid.cells import Cell
 
 GRID, CELL, FAILED, MEASURE = (f"lmeval-prune/{name}" for name in ("grid", "grid-cell", "grid-failure", "grid-measure"))
 VERSION = 1
@@ -40,29 +36,6 @@ PLACES = {
     "measure": "measures/{}.json",
     "distance": "distances/{}.parquet",
 }
-
-
-@dataclass(frozen=True)
-class Item:
-    """One result in a grid's folder, which one process makes."""
-
-    kind: Kind
-    key: str
-    cell: Cell  # with this variant
-    origin: Cell | None = None  # of distances: the cell from whose model they are measured
-
-    @property
-    def name(self) -> str:
-        """Return the name of its lock and of its failure."""
-        return f"{self.kind}-{self.key}"
-
-    def __str__(self) -> str:
-        about = {"prepare": "preparation", "measure": "costs"}.get(self.kind)
-        return (
-            f"{about} of {self.cell.variant.name}"
-            if about
-            else f"{self.kind} {self.cell.name}".removeprefix("evaluate ")
-        )
 
 
 class GridFolder:
@@ -82,13 +55,13 @@ class GridFolder:
         return read_artefact(self._grid_file, GRID, VERSION)[0]
 
     @contextmanager
-    def lock(self, item: Item) -> Iterator[bool]:
-        """Hold the lock of an item; yield False if another process holds it."""
+    def lock(self, name: str) -> Iterator[bool]:
+        """Hold the lock of an item by its name; yield False if another process holds it."""
         folder = self.path / "locks"
         folder.mkdir(parents=True, exist_ok=True)
         with ExitStack() as stack:
             try:
-                stack.enter_context(file_lock(folder / f"{file_name(item.name)}.lock", timeout=0))
+                stack.enter_context(file_lock(folder / f"{file_name(name)}.lock", timeout=0))
                 is_held = True
             except Timeout:
                 is_held = False

@@ -10,9 +10,9 @@ from time import monotonic, sleep
 from typing import Any
 
 from lmeval_prune.artefacts import digest
-from lmeval_prune.grid.cells import Cell, cells_of
+from lmeval_prune.grid.cells import Cell, Item, cells_of
 from lmeval_prune.grid.configuration import Grid
-from lmeval_prune.grid.folder import GridFolder, Item, Kind, reason_missing
+from lmeval_prune.grid.folder import GridFolder, Kind, reason_missing
 from lmeval_prune.grid.worker import BUSY, FAILED, Job, Result, Worker
 
 logger = logging.getLogger(__name__)

@@ -22,8 +22,8 @@ from lmeval_prune.distance.texts import RecordingLM, check_tokenizers, record_re
 from lmeval_prune.distance.variants import measure as measure_distances
 from lmeval_prune.errors import InputError, disk_error, first_line
 from lmeval_prune.grid.cell_folder import write_cell, write_distances
-from lmeval_prune.grid.cells import Cell, versions
-from lmeval_prune.grid.folder import GridFolder, Item
+from lmeval_prune.grid.cells import Cell, Item, versions
+from lmeval_prune.grid.folder import GridFolder
 from lmeval_prune.grid.measures import measure
 from lmeval_prune.grid.preparations import make_preparation
 from lmeval_prune.interventions import HeadMask, combined
@@ -113,7 +113,7 @@ class Worker:
         with ExitStack() as locks:
             open_items: list[Item] = []
             for item in job.items:
-                if not locks.enter_context(self.folder.lock(item)):
+                if not locks.enter_context(self.folder.lock(item.name)):
                     yield Result(item, BUSY)
                 elif self.folder.place(item.kind, item.key).exists():
                     yield Result(item, DONE)

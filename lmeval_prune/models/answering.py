@@ -136,9 +136,10 @@ class Answering:
 
     def _begin(self) -> None:
         """Read the model's interventions anew, before the engine applies masks of its own."""
-        self._identities = {}
-        self._identities = {name: self.interventions(name) for name in (self.router.masks if self.router else [DENSE])}
-        self._model_digest = digest(self.lm.identity) if self.store else ""
+        if self.store:
+            names = self.router.masks if self.router else [DENSE]
+            self._identities = {name: self.interventions(name) for name in names}
+            self._model_digest = digest(self.lm.identity)
 
     # ------------------------------------------------------------------ keys
 

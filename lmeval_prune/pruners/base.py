@@ -105,7 +105,7 @@ class Pruner(Settings, ABC):
         width = () if self.depth_only else (HEADS,) if self.heads_only else KINDS
         scored = (*width, *(DEPTH_KINDS if self.depth else ()))
         if not {*kinds} <= {*scored}:
-            raise InputError(f"{pruner_name(self)} scores {', '.join(scored)}; give such --parts")
+            raise InputError(f"{pruner_name(self)} scores {', '.join(scored)}; give --parts {scored[0]}")
         if kinds and self.reads_text and not has_text:
             self.require_text(None)
 

@@ -44,7 +44,7 @@ class PruneOptions(Settings):
             ffn_ratio of all channels)
         parts: with a budget of parameters, what is removed: both (heads and channels), heads, channels, layers (whole
             ones), attention or feed_forward (whole blocks), or blocks (of both kinds). Default: what the method's paper
-            removes: heads for norm_entropy, global_threshold and confidence, layers for block_influence and
+            removes: heads for methods that score heads alone, layers for block_influence and
             block_kl, both for the others and with an ffn_method
         skip_first: with a budget of parameters, number of first layers that are not pruned and do not count in the
             ratio

@@ -66,7 +66,7 @@ def fit(
     router = fit(training, encoder, settings)
     router.save(output)
     about = router.about
-    print(f"{output}: {router.method} router over {len(router.pool)} heads, {about['chosen']}")
+    print(f"{output}: {router.method} router over {len(router.pool)} columns, {about['chosen']}")
     informative = about["questions"] - about["questions_no_head_solves"] - about["questions_all_heads_solve"]
     print(
         f"{about['questions']} questions, {informative} of them distinguish heads; "

@@ -60,7 +60,7 @@ class HeadTable:
         return cls(accuracy, rows_of, dict(layers))
 
     def markdown(self) -> dict[str, str]:
-        """Return a Markdown table for each group: heads by layers, then the unpruned model; best heads are bold."""
+        """Return a Markdown table for each group: heads by layers, then the unpruned model; a better best is bold."""
         heads = sorted({head for numbers in self.layers.values() for head in numbers})
         tables: dict[str, str] = {}
         for group in self.groups:
@@ -68,7 +68,8 @@ class HeadTable:
             for layer, numbers in self.layers.items():
                 values = {head: self.accuracy[group, column] for head, column in numbers.items()}
                 best = max(values.values())
-                cells = [bold(f"{values[h]:.3f}", values[h] == best) if h in values else "" for h in heads]
+                is_gain = best > self.accuracy[group, DENSE]
+                cells = [bold(f"{values[h]:.3f}", is_gain and values[h] == best) if h in values else "" for h in heads]
                 columns[layer] = [*cells, f"{self.accuracy[group, DENSE]:.3f}"]
             tables[group] = markdown(pd.DataFrame(columns), ["pruned head"])
         return tables

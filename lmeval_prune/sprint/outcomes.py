@@ -106,8 +106,8 @@ class Outcomes:
         questions: for each row its key, `question`, `prompt` (a digest) and `attributes`.
         model: identity of the model.
         tasks: settings of each task.
-        lengths: lengths of all answers, as in `models/lengths.py`.
         tokens: lengths of the answers in tokens, (questions, pool); NaN unknown.
+        cut: 1 where an answer was cut off, (questions, pool); NaN unknown.
     """
 
     z: np.ndarray
@@ -115,8 +115,21 @@ class Outcomes:
     questions: list[dict[str, Any]] = field(default_factory=list)
     model: dict[str, Any] = field(default_factory=dict)
     tasks: dict[str, Any] = field(default_factory=dict)
-    lengths: dict[str, Any] = field(default_factory=dict)
     tokens: np.ndarray | None = None
+    cut: np.ndarray | None = None
+
+    @cached_property
+    def lengths(self) -> dict[str, Any]:
+        """Return the lengths of all answers, as in `models/lengths.py`; empty if they are not known."""
+        if self.tokens is None or self.cut is None:
+            return {}
+        endings: dict[str, list[Ending | None]] = defaultdict(list)
+        for row, column in np.argwhere(self.observed):
+            length, cut = self.tokens[row, column], self.cut[row, column]
+            ending = None if np.isnan(length) or np.isnan(cut) else Ending(int(length), bool(cut))
+            endings[self.questions[row]["task"]].append(ending)
+        limits = {name: ((self.tasks.get(name) or {}).get("generation") or {}).get("max_gen_toks") for name in endings}
+        return merge_lengths([summarize_lengths(of_task, limits[name]) for name, of_task in endings.items()])
 
     @property
     def cut_off(self) -> str:
@@ -158,7 +171,7 @@ class Outcomes:
         return replace(self, pool=list(names), **self._select(chosen))
 
     def _select(self, key: Any) -> dict[str, Any]:
-        arrays = {name: getattr(self, name) for name in ("z", "tokens")}
+        arrays = {name: getattr(self, name) for name in ("z", "tokens", "cut")}
         return {name: array[key] for name, array in arrays.items() if array is not None}
 
     def accuracy(self) -> np.ndarray:
@@ -297,18 +310,9 @@ def _outcomes(content: dict[str, Any], questions: list[dict[str, Any]], cells: l
         questions,
         content["model"],
         content["tasks"],
-        _lengths(cells, content["tasks"]),
         matrix("length", np.nan, np.float64),
+        matrix("cut_off", np.nan, np.float32),
     )
-
-
-def _lengths(cells: list[dict[str, Any]], tasks: dict[str, Any]) -> dict[str, Any]:
-    endings: dict[str, list[Ending | None]] = defaultdict(list)
-    for cell in cells:
-        is_complete = None not in (cell["length"], cell["cut_off"])
-        endings[cell["task"]].append(Ending(cell["length"], cell["cut_off"]) if is_complete else None)
-    limits = {name: ((tasks.get(name) or {}).get("generation") or {}).get("max_gen_toks") for name in endings}
-    return merge_lengths([summarize_lengths(task_endings, limits[name]) for name, task_endings in endings.items()])
 
 
 def _merge_models(folder: Path, before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:

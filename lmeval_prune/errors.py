@@ -41,12 +41,6 @@ def check_exists(path: str | os.PathLike[str], *, file: bool = False) -> None:
         raise InputError(f"{path} is a folder; name a file in it")
 
 
-def refuse_file(path: str | os.PathLike[str], purpose: str = "") -> None:
-    """Refuse an output folder that is a file; `purpose` ends the message, e.g. ` for the router`."""
-    if Path(path).is_file():
-        raise InputError(f"{path} is a file; name a folder{purpose}")
-
-
 def disk_error(error: BaseException, path: object) -> DiskError | None:
     """Convert the error of a full or read-only disk, which names no file or `path`, to a `DiskError`; else None.
 

@@ -40,6 +40,7 @@ COMMANDS = [
     ("heads --pretrained nowhere/none", "nowhere/none"),
     ("cut --pretrained MODEL --plan none.json --output OUT", "none.json"),
     ("prune --pretrained MODEL --output OUT.json --ratio 1.5", "ratio"),
+    ("prune --pretrained MODEL --output OUT.json --text BLANK", "--ratio"),
     ("prune --pretrained MODEL --output OUT.json --ratio 0.2 --steps 0", "steps"),
     ("prune --pretrained MODEL --output OUT.json --ratio 0.2 --unit layer", "unit"),
     ("prune --pretrained MODEL --output OUT.json --ratio 0.2", "--task"),

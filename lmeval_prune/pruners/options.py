@@ -187,6 +187,8 @@ class PruneSettings(TextOptions, PruneOptions):
     def __post_init__(self) -> None:
         object.__setattr__(self, "ratio", self.ratio or 0.0)
         super().__post_init__()
+        if not self.ratio and not self.ffn_ratio:  # before the model is scored
+            raise InputError("nothing would be removed; give --ratio")
 
 
 def pick(base: type[T], settings: Any) -> T:

@@ -197,21 +197,6 @@ def pareto(costs: np.ndarray, gains: np.ndarray) -> np.ndarray:
     return ~(is_as_good & is_better).any(1) & ~np.isnan(low + high + gains)
 
 
-def two_sample_test(first: np.ndarray, second: np.ndarray, seed: int = 0, draws: int = 10_000) -> float:
-    """Return the two-sided p-value of a permutation test of equal means; NaN if a group is empty."""
-    if not len(first) or not len(second):
-        return float("nan")
-    tested = stats.permutation_test(
-        (first, second),
-        lambda a, b, axis: a.mean(axis) - b.mean(axis),
-        vectorized=True,
-        n_resamples=draws,
-        batch=500,
-        rng=np.random.default_rng(seed),
-    )
-    return float(tested.pvalue)
-
-
 def holm(values: Sequence[float]) -> list[float]:
     """Return p-values adjusted by Holm's correction for all of them together, in the same order; NaN stays NaN."""
     order = sorted((p, i) for i, p in enumerate(values) if not np.isnan(p))

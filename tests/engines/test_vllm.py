@@ -60,7 +60,7 @@ def test_a_sweep_of_nine_heads_and_dense_is_the_same(
     arguments = ["--model_args", f"pretrained=smollm2-135m,adapters={exported[0]}", "--server", server.url]
     run(*sweep, *arguments, "--output", tmp_path / "there", folder=tmp_path)
     here, there = (
-        {(cell["doc_id"], cell["head"]): (cell["text"], cell["outcome"]) for cell in OutcomeStore(folder).cells()}
+        {(cell["doc_id"], cell["attempt"]): (cell["text"], cell["outcome"]) for cell in OutcomeStore(folder).cells()}
         for folder in (tmp_path / "here", tmp_path / "there")
     )
     assert len(here) == 10 * LIMIT and there == here

@@ -35,8 +35,10 @@ def test_a_checkpoint_whose_layers_differ_loads_and_agrees(
     uneven: tuple[Path, str], masked_here: dict[str, Any], tmp_path: Path, plugin: bool
 ) -> None:
     """By the file beside the weights, or without it where this package is installed beside vLLM."""
-    _, line = uneven
+    folder, line = uneven
     line = line.replace("--trust-remote-code", "") if plugin else f"VLLM_PLUGINS= {line}"
     with vllm(line, tmp_path / "vllm.log", "--dtype float32") as started:
-        results = evaluate("pruned-server", f"base_url={started.url},{LOCAL}", "prune_tiny_words", tmp_path)
+        results = evaluate(
+            "pruned-server", f"base_url={started.url},pretrained={folder},dtype=float32", "prune_tiny_words", tmp_path
+        )
     assert results == masked_here

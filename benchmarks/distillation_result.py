@@ -866,7 +866,7 @@ def table_3b(results: Results, host: str) -> pd.DataFrame | None:
         change = 100 * float(differences[level].mean())
         tested = [signed(change), p_value(test[0]), p_value(adjusted), p_value(test[1])]
         more = float("nan")
-        if level in ("medium", "high") and len(differences[level]) and len(differences["low"]):
+        if level in ("medium", "high") and len(differences["low"]):
             more = stats.permutation_test(
                 (differences[level], differences["low"]), lambda a, b, axis: a.mean(axis) - b.mean(axis),
                 vectorized=True, n_resamples=10_000, batch=500, rng=np.random.default_rng(0),

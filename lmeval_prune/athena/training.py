@@ -155,7 +155,7 @@ def _train_model(options: TrainOptions, settings: dict[str, Any], work: Path) ->
     check_resumable(work, settings)
     split = ProblemSplit.load(options)
     contents = {ENCODER: _encoder_digest(options.encoder), PROBLEMS: split.digest}
-    check_resumable(work, settings | contents)
+    checkpoints = Work(work, settings | contents)
     set_seed(options.seed)
     model = checkpoint.begin(
         options.encoder,
@@ -179,7 +179,7 @@ def _train_model(options: TrainOptions, settings: dict[str, Any], work: Path) ->
         max_grad_norm=options.clip, restore_callback_states_from_checkpoint=bool(options.patience),
     )  # fmt: skip
     trainer = AthenaTrainer(model, arguments, examples, split.validation, options.head_rate, options.patience)
-    Work(work, settings | contents).begin()
+    checkpoints.begin()
     training = trainer.run()
     model.about = {
         "options": settings,

@@ -122,13 +122,13 @@ def _run_stages(host: Host, settings: dict[str, Any], target: Path, work: Path) 
     """Run the incomplete stages in order."""
     options = host.options
     settings = {**settings, **{name: content() for name, content in host.contents().items()}}
-    check_resumable(work, settings)
+    progress = Work(work, settings)
     examples = host.examples()
     if not examples.validation and options.best_by == "loss":  # an ATHENA's is that of its own training
         raise InputError("best_by needs a validation split, and the model was trained without one; give validation")
     this_process().wait_for_everyone()
     if this_process().is_main_process:
-        Work(work, settings).begin()
+        progress.begin()
         print(f"texts: {_counts(examples.note)}", flush=True)
     if options.asks_teacher and (options.epochs or not examples.questions):  # scores read answers to prompts alone
         examples = _taught(host, examples, work)

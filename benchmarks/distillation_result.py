@@ -42,14 +42,14 @@ from _record import RESULTS, environment, write
 from scipy import stats
 
 from lmeval_prune.artefacts import write_text
-from lmeval_prune.athena.data import GroundedProblem
+from lmeval_prune.athena.problems import GroundedProblem
 from lmeval_prune.distillation.options import DistillOptions
 from lmeval_prune.distillation.recursion import LINES, TITLE
 from lmeval_prune.reporting.documents import escape_markdown
 from lmeval_prune.reporting.plot_style import COLOURS, figure, save
 from lmeval_prune.reporting.statistics import holm, sign_flip_test
 from lmeval_prune.reporting.tables import csv, markdown, p_value, signed
-from lmeval_prune.training.curves import draw
+from lmeval_prune.training.trainer import draw
 
 ROOT = RESULTS.parent.parent
 OUTPUT = ROOT / "docs/results/distillation"
@@ -272,7 +272,7 @@ def tested_language(folder: Path, fold: int, answers_file: Path) -> None:
 def judged(model: Any, fold: int, most: int = JUDGED) -> dict[str, Any]:
     """Return a batch of test problems with their gold graphs, which a model judges, whatever it would have searched."""
     from lmeval_prune.athena.batches import Collator, make_examples
-    from lmeval_prune.athena.data import GroundedProblem
+    from lmeval_prune.athena.problems import GroundedProblem
     from lmeval_prune.tasks import data
 
     problems = [problem for row in data.load("asdiv_a", f"fold{fold}") if (problem := GroundedProblem.of(row))][:most]

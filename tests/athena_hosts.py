@@ -13,8 +13,8 @@ import torch
 
 from lmeval_prune.athena.batches import Example, make_examples
 from lmeval_prune.athena.checkpoint import begin
-from lmeval_prune.athena.data import GroundedProblem
 from lmeval_prune.athena.model import Athena
+from lmeval_prune.athena.problems import GroundedProblem
 from tests.tiny_models import tiny
 
 PROBLEMS = [

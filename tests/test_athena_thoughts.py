@@ -9,10 +9,8 @@ from itertools import combinations_with_replacement
 
 import pytest
 
-from lmeval_prune.athena.data import GroundedProblem
-from lmeval_prune.athena.equations import expression, parse
-from lmeval_prune.athena.problems import Problem, gold_equation
-from lmeval_prune.athena.thoughts import Expansion, Thought, labelled_steps, merged
+from lmeval_prune.athena.problems import GroundedProblem, Problem, gold_equation
+from lmeval_prune.athena.thoughts import Expansion, Thought, expression, labelled_steps, merged, parse
 from lmeval_prune.scoring import evaluate
 from lmeval_prune.tasks.data import load
 

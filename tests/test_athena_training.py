@@ -17,16 +17,14 @@ from filelock import FileLock
 from lmeval_prune import InputError
 from lmeval_prune.artefacts import lock_path
 from lmeval_prune.athena import checkpoint, training
-from lmeval_prune.athena.data import ProblemSplit
 from lmeval_prune.athena.options import TrainOptions
-from lmeval_prune.athena.training import AthenaTrainer
+from lmeval_prune.athena.problems import ProblemSplit
 from lmeval_prune.cli import main
-from lmeval_prune.training import curves
 from lmeval_prune.training.questions import question_key
-from lmeval_prune.training.resuming import last_checkpoint
-from lmeval_prune.training.trainer import BatchesByLength
+from lmeval_prune.training.trainer import BatchesByLength, ResumableTrainer, draw, last_checkpoint
 from tests.athena_hosts import data_folder, encoder_folder
 from tests.conftest import task_manager
+from tests.kills import Killed, counted
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
 
@@ -52,7 +50,7 @@ def options(tmp_path_factory: pytest.TempPathFactory) -> TrainOptions:
 def trained(options: TrainOptions) -> str:
     """An uninterrupted training with its loss curves."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(training, "draw", curves.draw)
+        patch.setattr(training, "draw", draw)
         training.train(options)
     return options.output
 
@@ -66,20 +64,11 @@ def losses(folder: str) -> list[tuple[str, float]]:
     return [(key, row[key]) for row in log for key in ("loss", "eval_loss", "eval_accuracy") if key in row]
 
 
-class Killed(BaseException):
-    """Ends the training at once, as a kill would."""
-
-
-def killed_at(patch: pytest.MonkeyPatch, name: str, call: int) -> None:
-    """Patch a trainer method to end the training at its n-th call."""
-    original, calls = getattr(AthenaTrainer, name), iter(range(1, 1000))
-
-    def stop(self: Any, *args: Any, **named: Any) -> Any:
-        if next(calls) == call:
-            raise Killed
-        return original(self, *args, **named)
-
-    patch.setattr(AthenaTrainer, name, stop)
+def train_killed(options: TrainOptions, name: str, call: int) -> None:
+    """Train up to the n-th call of a trainer's method."""
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
+        counted(patch, ResumableTrainer, name, call - 1)
+        training.train(options)
 
 
 @pytest.mark.parametrize(
@@ -96,10 +85,7 @@ def test_killed_training_ends_with_the_same_weights(
     options: TrainOptions, trained: str, tmp_path: Path, name: str, call: int
 ) -> None:
     again = replace(options, output=str(tmp_path / "host"))
-    with pytest.MonkeyPatch.context() as patch:
-        killed_at(patch, name, call)
-        with pytest.raises(Killed):
-            training.train(again)
+    train_killed(again, name, call)
     assert not (tmp_path / "host").exists()
     training.train(again)
     expected, actual = weights(trained), weights(again.output)
@@ -120,10 +106,7 @@ def test_other_contents_are_refused_before_and_after_the_end(
     begun, done = (
         replace(options, output=str(tmp_path / folder), **{changed: str(path)}) for folder in ("begun", "done")
     )
-    with pytest.MonkeyPatch.context() as patch:
-        killed_at(patch, "compute_loss", 9)
-        with pytest.raises(Killed):
-            training.train(begun)
+    train_killed(begun, "compute_loss", 9)
     shutil.copytree(trained, done.output)
     if changed == "encoder":
         about = json.loads((tmp_path / "done" / "athena.json").read_text())
@@ -147,10 +130,7 @@ def test_patience_survives_a_kill(options: TrainOptions, tmp_path: Path) -> None
     training.train(still)
     epochs = sum("loss" in row for row in checkpoint.describe(still.output)["log"])
     assert epochs == 2  # nothing is learned, and the second epoch is no better
-    with pytest.MonkeyPatch.context() as patch:
-        killed_at(patch, "compute_loss", 4)
-        with pytest.raises(Killed):
-            training.train(replace(still, output=str(tmp_path / "two")))
+    train_killed(replace(still, output=str(tmp_path / "two")), "compute_loss", 4)
     training.train(replace(still, output=str(tmp_path / "two")))
     assert losses(str(tmp_path / "two")) == losses(still.output)
 
@@ -181,7 +161,7 @@ def training_rows(options: TrainOptions, split: str) -> list[dict[str, Any]]:
 
 def test_complete_training_is_not_repeated_and_other_options_are_refused(options: TrainOptions, trained: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        killed_at(patch, "compute_loss", 1)  # would end a training
+        counted(patch, ResumableTrainer, "compute_loss", 0)  # would end a training
         training.train(options)
     with pytest.raises(InputError):
         training.train(replace(options, epochs=4))

@@ -57,9 +57,9 @@ def equal(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bo
 def weights_of_epochs(patch: pytest.MonkeyPatch) -> list[dict[str, torch.Tensor]]:
     """Return a list that is filled with the weights at each validation."""
     weights: list[dict[str, torch.Tensor]] = []
-    original = DistillTrainer._solved
+    original = DistillTrainer.validation_metrics
     patch.setattr(
-        DistillTrainer, "_solved", lambda self, loss: weights.append(state_of(self.student)) or original(self, loss)
+        DistillTrainer, "validation_metrics", lambda self: weights.append(state_of(self.student)) or original(self)
     )
     return weights
 

@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-import lmeval_prune.distillation.common_prefix as common_prefix_module
-from lmeval_prune.distillation.common_prefix import LENGTH, common_prefix, forward_in_parts, runs_in_parts
+from lmeval_prune.distillation import trainer as trainer_module
 from lmeval_prune.distillation.options import DistillOptions
-from lmeval_prune.distillation.trainer import DistillTrainer
+from lmeval_prune.distillation.trainer import LENGTH, DistillTrainer, common_prefix, forward_in_parts, runs_in_parts
 from tests.athena_hosts import data_folder, quick_training
 from tests.test_distillation import trainer_of
 from tests.tiny_models import CAUSAL, distinct, tiny
@@ -116,7 +115,7 @@ def trainer(tiny_folder: Path, tmp_path: Path) -> Iterator[DistillTrainer]:
 def test_training_runs_the_template_once_with_the_same_losses(
     trainer: DistillTrainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(common_prefix_module, "LEAST", 1)
+    monkeypatch.setattr(trainer_module, "LEAST", 1)
     inputs = trainer.host.collate(trainer.examples.train[:3])
     assert inputs[LENGTH] > 0  # the user's turn begins alike
     counts, lengths, results = trainer.counts([inputs]), list[int](), []

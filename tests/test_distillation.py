@@ -23,12 +23,11 @@ from lmeval_prune.athena import checkpoint, training
 from lmeval_prune.athena.options import TrainOptions
 from lmeval_prune.checkpoints.pruned import read_manifest
 from lmeval_prune.cli import main
-from lmeval_prune.distillation import language_host, recursion, stages
-from lmeval_prune.distillation.features import LayerMap, turn_off_map_dropout
+from lmeval_prune.distillation import language_host, recursion
 from lmeval_prune.distillation.host import read_note
+from lmeval_prune.distillation.losses import LayerMap, turn_off_map_dropout
 from lmeval_prune.distillation.options import DistillOptions
-from lmeval_prune.distillation.recursion import distill, make_host
-from lmeval_prune.distillation.stages import stage_pruning
+from lmeval_prune.distillation.recursion import distill, make_host, stage_pruning
 from lmeval_prune.distillation.trainer import (
     EAGER_TOKENS,
     DistillTrainer,
@@ -40,8 +39,7 @@ from lmeval_prune.interventions.attention_call import eager_attention
 from lmeval_prune.interventions.plan import Plan
 from lmeval_prune.pruners.options import PruneOptions
 from lmeval_prune.surgery.cut import cut, cut_to
-from lmeval_prune.training import curves
-from lmeval_prune.training.trainer import BatchesByLength, ResumableTrainer
+from lmeval_prune.training.trainer import BatchesByLength, ResumableTrainer, draw
 from tests.athena_hosts import data_folder, encoder_folder
 from tests.conftest import ROOT
 from tests.kills import Killed, counted, killing_after
@@ -138,7 +136,7 @@ def killed_at(patch: pytest.MonkeyPatch, owner: Any, name: str, call: int) -> No
 def test_two_stages_of_athena(
     athena: DistillOptions, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(recursion, "draw", curves.draw)
+    monkeypatch.setattr(recursion, "draw", draw)
     note = distill(athena)
     stdout = capsys.readouterr().out
     assert "stage 2 of 2, epoch 2.00 of 2" in stdout
@@ -422,7 +420,7 @@ def whole(dense: TrainOptions, tmp_path_factory: pytest.TempPathFactory) -> Dist
 @pytest.mark.parametrize(
     ("owner", "name", "call"),
     [
-        (stages, "cut", 2),
+        (recursion, "cut", 2),
         (DistillTrainer, "_save_rng_state", 2),
         (recursion, "write_artefact", 2),
     ],
@@ -514,7 +512,7 @@ FILES = {
 def killed_and_resumed(options: DistillOptions, ends: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Distil up to a kill in the second stage, and if it ends, to the end."""
     with monkeypatch.context() as patch:
-        killed_at(patch, stages, "cut", 2)
+        killed_at(patch, recursion, "cut", 2)
         with pytest.raises(Killed):
             distill(options)
     if ends:

@@ -16,10 +16,10 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from lmeval_prune import InputError, load_pretrained, map_model
 from lmeval_prune.checkpoints.pruned import kept_layers
 from lmeval_prune.cli import main
-from lmeval_prune.distillation import language_host, stages
-from lmeval_prune.distillation.features import LayerMap
+from lmeval_prune.distillation import language_host, recursion
+from lmeval_prune.distillation.lessons import QuestionSearch, read_prompts
+from lmeval_prune.distillation.losses import LayerMap
 from lmeval_prune.distillation.options import DistillOptions
-from lmeval_prune.distillation.prompts import QuestionSearch, read_prompts
 from lmeval_prune.distillation.recursion import distill, make_host
 from lmeval_prune.distillation.trainer import DistillTrainer
 from lmeval_prune.interventions.plan import Plan
@@ -228,7 +228,7 @@ def test_the_file_of_a_task_may_not_change(
     path = Path(sums_with_a_test(tmp_path / "own"))
     own = replace(options, task=str(path), test=None, epochs=0)
     with pytest.MonkeyPatch.context() as patch:
-        killed_at(patch, stages, "cut", 1)
+        killed_at(patch, recursion, "cut", 1)
         with pytest.raises(Killed):
             distill(own)
     if ends:
@@ -356,14 +356,14 @@ def test_characters_of_chinese_questions_are_words() -> None:
 def test_a_short_test_question_in_the_task_s_words_is_left_out(options: DistillOptions, tmp_path: Path) -> None:
     """A prompt with the task's instructions is not the question alone."""
     path, host = tmp_path / "a.jsonl", make_host(options)
-    test = [{**row, "question": "How many are left?"} for row in host.rows().test[:1]]
+    test = [{**row, "question": "How many are left?"} for row in host.rows.test[:1]]
     written = host.task.doc_to_text(test[0])
     assert written != "How many are left?"
     path.write_text(
         "".join(json.dumps({"prompt": text}) + "\n" for text in (written, f"{written.upper()} \n", f"{written} Now?"))
     )
     host = make_host(replace(options, prompts=str(path)))
-    assert host._prompts(test)[1]["with_test_questions"] == 2
+    assert host.prompts(test)[1]["with_test_questions"] == 2
 
 
 def test_problems_without_an_answer_are_left_out(options: DistillOptions, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,9 +16,8 @@ from lmeval_prune.checkpoints.pruned import read_manifest
 from lmeval_prune.decoding import Engine
 from lmeval_prune.distillation.host import read_note
 from lmeval_prune.distillation.language_host import LanguageHost
-from lmeval_prune.distillation.lessons import Problem, Text, read_lessons
+from lmeval_prune.distillation.lessons import Problem, Prompt, Text
 from lmeval_prune.distillation.options import DistillOptions
-from lmeval_prune.distillation.prompts import Prompt
 from lmeval_prune.distillation.recursion import distill, make_host
 from lmeval_prune.interventions.plan import Plan
 from lmeval_prune.models.answer_store import AnswerStore, read_answers
@@ -231,9 +230,7 @@ def test_a_student_learns_the_answers_that_are_right(
         text = ([*answer.prompt, *answer.tokens], len(answer.prompt)) if is_kept else (problem.ids, problem.start)
         expected.append(text)
     assert counts["kept"] == solved and counts["unsolved"] == 20 - solved and 0 < solved < 20
-    host.ask_teacher(examples, tmp_path, torch.device("cpu"))
-    learned = (read_lessons(tmp_path) or {})["texts"]["train"]
-    assert [(text["ids"], text["start"]) for text in learned] == expected
+    assert host.taught(examples, tmp_path).train == expected
 
 
 def test_problems_calibrate_and_are_compared_whatever_is_learned(
@@ -244,7 +241,6 @@ def test_problems_calibrate_and_are_compared_whatever_is_learned(
     options = teaching(options, tmp_path, limit=20, validation=0.4)
     host: Any = make_host(options)
     examples = host.examples()
-    host.ask_teacher(examples, tmp_path, torch.device("cpu"))
     taught = host.taught(examples, tmp_path)
     assert taught.train != examples.train and len(taught.validation) == len(examples.validation) == 8
     model = host.read(options.pretrained)
@@ -266,7 +262,7 @@ def test_lessons_are_written_once_and_survive_a_kill(
     work = Path(f"{options.output}.distilling")
     for target, name, count in ((AnswerStore, "add", 7), (Plan, "__post_init__", 0)):
         run_killed(target, name, count, lambda: distill(options))
-        assert (read_lessons(work) is not None) == (target is Plan)
+        assert (work / "lessons.json").exists() == (target is Plan)
     assert len(list(read_answers(Path(f"{options.output}.responses")))) == 10
     rows = tmp_path / "task" / "rows.jsonl"
     before = rows.read_text()
@@ -288,8 +284,7 @@ def test_another_teacher_is_asked(options: DistillOptions, tmp_path: Path, monke
     texts = []
     for name, teacher in (("own", "previous"), ("other", str(tmp_path / "teacher"))):
         host: Any = make_host(replace(taught, teacher=teacher, output=str(tmp_path / name)))
-        host.ask_teacher(host.examples(), tmp_path / name, torch.device("cpu"))
-        texts.append((read_lessons(tmp_path / name) or {})["texts"])
+        texts.append(host.taught(host.examples(), tmp_path / name).train)
     assert texts[0] != texts[1]
 
 
@@ -310,7 +305,6 @@ def test_the_teacher_answers_prompts(options: DistillOptions, tmp_path: Path, ch
     options = unlabelled(options, tmp_path, chat=chat)
     host: Any = make_host(options)
     examples = host.examples()
-    host.ask_teacher(examples, tmp_path, torch.device("cpu"))
     taught = host.taught(examples, tmp_path)
     model, tokenizer = host.read(options.pretrained).eval(), host.tokenizer
     ends, expected, cut_off = [chr(number) for number in range(33, 126)], set(), 0
@@ -350,7 +344,7 @@ def test_the_teacher_of_no_training_is_not_asked(
     options: DistillOptions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, train_on: str
 ) -> None:
     """Without epochs nothing would learn its answers."""
-    monkeypatch.setattr(LanguageHost, "ask_teacher", lambda *_: pytest.fail("the teacher is asked"))
+    monkeypatch.setattr(LanguageHost, "taught", lambda *_: pytest.fail("the teacher is asked"))
     options = unlabelled(options, tmp_path, train_on=train_on, method="random", stages=1, epochs=0)
     assert "lessons" not in distill(options)["material"]
 
@@ -363,7 +357,6 @@ def test_prompts_that_leave_no_room_for_an_answer_are_too_long(options: DistillO
     examples = host.examples()
     prompts = [example for example in examples.train if isinstance(example, Prompt)]
     assert sum(512 - 450 < len(prompt.ids) < 512 for prompt in prompts) == 1 and len(prompts) == 3
-    host.ask_teacher(examples, tmp_path, torch.device("cpu"))
     taught = host.taught(examples, tmp_path)
     assert taught.note["lessons"]["train_prompts"]["too_long"] == 1
     assert {text.start for text in taught.train if isinstance(text, Text)} <= {len(prompt.ids) for prompt in prompts}

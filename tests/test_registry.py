@@ -15,7 +15,7 @@ import torch
 from lmeval_prune.architectures import map_model
 from lmeval_prune.cli import main
 from lmeval_prune.distillation.options import DistillOptions
-from lmeval_prune.distillation.stages import foreign_methods
+from lmeval_prune.distillation.recursion import foreign_methods
 from lmeval_prune.errors import InputError
 from lmeval_prune.grid.preparations import PREPARATIONS
 from lmeval_prune.grid.prune import Prune

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from lmeval_prune.athena.data import GroundedProblem
 from lmeval_prune.athena.model import AthenaSettings
-from lmeval_prune.athena.problems import Problem
+from lmeval_prune.athena.problems import GroundedProblem, Problem
 from lmeval_prune.athena.thoughts import OPERATORS, Candidate, LabelledStep, Thought, labelled_steps
 
 
@@ -136,10 +135,15 @@ class Collator:
         steps, labels, total = list[dict[str, Any]](), list[Tensor](), 0
         for depth in range(max(len(example.steps) for example in examples)):
             parts = [e.steps[depth] if depth < len(e.steps) else LabelledStep([], []) for e in examples]
-            step, step_labels, kept_indices = _labelled_tensors(parts, kept if depth else leaves)
-            for rows, indices in zip(kept, kept_indices, strict=True):
-                rows += [total + index for index in indices]
-            total += len(step["kept"])
+            step, rows = join_step([part.candidates for part in parts], kept if depth else leaves)
+            step_labels = torch.zeros(len(step["first"]), dtype=torch.long)
+            for rows_of_problem, part in zip(rows, parts, strict=True):
+                step_labels[rows_of_problem] = torch.tensor(part.labels, dtype=torch.long)
+            step["kept"] = step_labels.nonzero()[:, 0]
+            index_of = {row: index for index, row in enumerate(step["kept"].tolist(), start=total)}
+            for indices, rows_of_problem in zip(kept, rows, strict=True):
+                indices += [index_of[row] for row in rows_of_problem if row in index_of]
+            total += len(index_of)
             steps.append(step)
             labels.append(step_labels)
         answers = torch.zeros(total, dtype=torch.long)
@@ -149,17 +153,3 @@ class Collator:
             "steps": steps,
             "labels": torch.cat([*labels, answers]),
         }
-
-
-def _labelled_tensors(
-    parts: Sequence[LabelledStep], sources: Sequence[Sequence[int]]
-) -> tuple[dict[str, Any], Tensor, list[list[int]]]:
-    """Return the tensors of a `join_step` with the rows to keep, its labels, and each problem's indices in `kept`."""
-    tensors, rows = join_step([part.candidates for part in parts], sources)
-    labels = torch.zeros(len(tensors["first"]), dtype=torch.long)
-    for rows_of_problem, part in zip(rows, parts, strict=True):
-        labels[rows_of_problem] = torch.tensor(part.labels, dtype=torch.long)
-    kept = labels.nonzero()[:, 0]
-    index_of = {row: index for index, row in enumerate(kept.tolist())}
-    indices = [[index_of[row] for row in rows_of_problem if row in index_of] for rows_of_problem in rows]
-    return {**tensors, "kept": kept}, labels, indices

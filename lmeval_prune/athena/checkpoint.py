@@ -31,26 +31,12 @@ SCHEMA, SCHEMA_VERSION = "lmeval-prune/athena", 1
 SETTINGS, HEAD, ENCODER = "athena.json", "head.safetensors", "encoder"
 
 
-class RequiredSettings(TypedDict):
-    """Fields of `AthenaSettings` with a default that are required in `athena.json`."""
-
-    constants: list[str]
-    max_length: int
-
-
-class TrainingRecord(TypedDict):
-    """Training options that a distillation must not replace by their defaults."""
-
-    data: str
-    train: list[str]
-
-
 class Contents(TypedDict):
     """Fields of `athena.json`."""
 
-    settings: RequiredSettings
+    settings: dict[str, Any]  # fields of `AthenaSettings`
     head_sha256: str
-    options: NotRequired[TrainingRecord]  # fields of `TrainOptions`
+    options: NotRequired[dict[str, Any]]  # fields of `TrainOptions`
     contents: NotRequired[dict[str, str]]  # digests of the encoder and of the problems that were read
     log: NotRequired[list[dict[str, float]]]
     trained_on: NotRequired[list[str]]
@@ -87,13 +73,9 @@ def write(
     manifest: dict[str, Any] | None = None,
     add_files: Callable[[Path], None] | None = None,
 ) -> None:
-    """Write a model atomically; an existing folder is replaced.
+    """Write a model atomically, with the manifest of its encoder's cuts; an existing folder is replaced.
 
-    Args:
-        model: the model.
-        folder: path of the folder.
-        manifest: manifest of the encoder's cuts, if it was pruned.
-        add_files: function that adds files to the folder while it is written.
+    `add_files` adds further files to the folder while it is written.
     """
     with new_folder(folder) as temporary:
         if manifest is None:

@@ -1,4 +1,4 @@
-"""Thoughts of ATHENA: expressions in a canonical form, and the schedule that proposes them.
+"""Thoughts of ATHENA: expressions in a canonical form, parsed and written, and the schedule that proposes them.
 
 A thought is a sortable tuple: `("num", 0)`, `("con", "1")`, `("neg", t)`, `("inv", t)`, `("root", t)`, `("halve", t)`,
 `("add", t, …)`, `("mul", t, …)`. Sums and products are flat and sorted, so that the order of their terms does not
@@ -7,15 +7,19 @@ matter. Nothing cancels.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import ast
+from collections.abc import Callable, Iterable, Sequence
+from fractions import Fraction
 from typing import Any, NamedTuple
 
 Thought = tuple[Any, ...]
+Leaf = Callable[[Fraction | str], Thought]
 
 LEAVES = ("num", "con")
 TRANSFORMS = ("neg", "inv", "root", "halve")
 MERGES = ("add", "mul")
 OPERATORS = (*LEAVES, *TRANSFORMS, *MERGES)
+SUM, PRODUCT, POWER, ATOM = range(4)  # precedence of an expression
 
 
 def merged(operator: str, first: Thought, second: Thought) -> Thought:
@@ -104,3 +108,162 @@ def labelled_steps(leaves: Sequence[Thought], root: Thought, targets: frozenset[
         steps.append(LabelledStep(candidates, labels))
         expansion.keep(candidate for candidate, label in zip(candidates, labels, strict=True) if label)
     return steps
+
+
+# ---------------------------------------------------------------------- equations
+
+
+class Equation(NamedTuple):
+    """An equation as a thought (`root`), and all its subexpressions (`targets`, which include the root)."""
+
+    root: Thought
+    targets: frozenset[Thought]
+
+
+def parse(equation: str, leaf: Leaf) -> Equation:
+    """Parse an equation over `+ - * / ^` and brackets; `ValueError` if it is malformed.
+
+    Operations with some constants have a shorter thought: `t * 1` is `t`, `t * 2` is `t + t`, `t / 2` is a half, `1 /
+    t` is an inverse, `t ^ 2` is `t * t`.
+
+    Args:
+        equation: e.g. `(9+33)/7` or `n0 / ( x1 - n1 )`.
+        leaf: returns the thought of a literal number or a name; called from left to right.
+    """
+    try:
+        tree = ast.parse(equation.replace("^", "**").strip(), mode="eval").body
+    except (SyntaxError, RecursionError, MemoryError) as error:
+        raise ValueError(f"{equation!r} is not an equation") from error
+    return _convert(tree, leaf)
+
+
+def _convert(node: ast.expr, leaf: Leaf) -> Equation:
+    match node:
+        case ast.Constant(value=int() | float() as number) if not isinstance(number, bool):
+            return _equation(leaf(Fraction(str(number))))
+        case ast.Name(id=name):
+            return _equation(leaf(name))
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            return _transform("neg", _convert(operand, leaf))
+        case ast.BinOp(left=left, op=ast.Pow(), right=right):
+            return _power(_convert(left, leaf), right, leaf)
+        case ast.BinOp(left=left, op=operator, right=right):
+            first, second = _convert(left, leaf), _convert(right, leaf)
+            match operator:
+                case ast.Add():
+                    return _merge("add", first, second)
+                case ast.Sub():
+                    return _merge("add", first, _transform("neg", second))
+                case ast.Mult():
+                    return _product(first, second)
+                case ast.Div():
+                    return _quotient(first, second)
+    raise ValueError(f"{ast.unparse(node)} is not arithmetic with the four operations and powers")
+
+
+def _equation(thought: Thought, *parts: Equation) -> Equation:
+    return Equation(thought, frozenset({thought}).union(*(part.targets for part in parts)))
+
+
+def _transform(operator: str, part: Equation) -> Equation:
+    return _equation((operator, part.root), part)
+
+
+def _merge(operator: str, first: Equation, second: Equation) -> Equation:
+    return _equation(merged(operator, first.root, second.root), first, second)
+
+
+def _constant(thought: Thought) -> Fraction | None:
+    if thought[0] == "con":
+        return Fraction(thought[1])
+    return -Fraction(thought[1][1]) if thought[0] == "neg" and thought[1][0] == "con" else None
+
+
+def _product(first: Equation, second: Equation) -> Equation:
+    for factor, other in ((first, second), (second, first)):
+        match _constant(factor.root):
+            case 1:
+                return other
+            case -1:
+                return _transform("neg", other)
+            case 2:
+                return _merge("add", other, other)
+            case value if value == Fraction(1, 2):
+                return _transform("halve", other)
+    return _merge("mul", first, second)
+
+
+def _quotient(dividend: Equation, divisor: Equation) -> Equation:
+    match _constant(divisor.root):
+        case 1:
+            return dividend
+        case 2:
+            return _transform("halve", dividend)
+    inverse = _transform("inv", divisor)
+    return inverse if _constant(dividend.root) == 1 else _merge("mul", dividend, inverse)
+
+
+def _power(base: Equation, node: ast.expr, leaf: Leaf) -> Equation:
+    literal = isinstance(node, ast.Constant) and isinstance(node.value, int | float)
+    exponent = Fraction(str(node.value)) if literal else _constant(_convert(node, leaf).root)  # type: ignore[attr-defined]
+    if exponent == Fraction(1, 2):
+        return _transform("root", base)
+    if exponent not in (2, 3):
+        raise ValueError(f"the exponent {ast.unparse(node)} is not 2, 3 or 1/2")
+    square = _merge("mul", base, base)
+    return square if exponent == 2 else _merge("mul", square, base)
+
+
+def expression(thought: Thought, numbers: Sequence[Fraction]) -> str:
+    """Write a thought with the values of the problem's numbers and the fewest brackets."""
+    return _format(thought, numbers)[0]
+
+
+def _format(thought: Thought, numbers: Sequence[Fraction]) -> tuple[str, int]:
+    """Return an expression and its precedence."""
+
+    def part(inner: Thought, precedence: int) -> str:
+        text, inner_precedence = _format(inner, numbers)
+        return text if inner_precedence >= precedence else f"({text})"
+
+    operator, *arguments = thought
+    if operator in MERGES:
+        return _format_merge(operator, arguments, part)
+    match operator:
+        case "num":
+            return _format_number(numbers[arguments[0]])
+        case "con":
+            return _format_number(Fraction(arguments[0]))
+        case "neg":
+            return f"-{part(arguments[0], PRODUCT)}", SUM
+        case "inv":
+            return f"1 / {part(arguments[0], POWER)}", PRODUCT
+        case "halve":
+            return f"{part(arguments[0], PRODUCT)} / 2", PRODUCT
+        case "root":
+            return f"{part(arguments[0], ATOM)} ** 0.5", POWER
+    raise ValueError(f"unknown operator {operator!r}")
+
+
+def _format_merge(operator: str, arguments: list[Thought], part: Callable[[Thought, int], str]) -> tuple[str, int]:
+    """Write a sum with negated terms as differences, or a product with inverted terms as quotients."""
+    opposite, sign, precedence = ("neg", "-", PRODUCT) if operator == "add" else ("inv", "/", POWER)
+    plain_terms = [part(term, PRODUCT) for term in arguments if term[0] != opposite]
+    inverted = [part(term[1], precedence) for term in arguments if term[0] == opposite]
+    if not plain_terms:
+        first, *inverted = inverted
+        plain_terms = [f"-{first}" if operator == "add" else f"1 / {first}"]
+    plus = " + " if operator == "add" else " * "
+    text = plus.join(plain_terms) + "".join(f" {sign} {term}" for term in inverted)
+    return text, SUM if operator == "add" else PRODUCT
+
+
+def _format_number(value: Fraction) -> tuple[str, int]:
+    """Write a number as a finite decimal if possible, else as a fraction in brackets."""
+    for decimals in range(13):
+        scaled = value * 10**decimals
+        if scaled.denominator == 1:
+            digits = str(abs(scaled.numerator)).rjust(decimals + 1, "0")
+            text = f"{digits[:-decimals]}.{digits[-decimals:]}" if decimals else digits
+            return (f"-{text}", SUM) if value < 0 else (text, ATOM)
+    return f"({value.numerator}/{value.denominator})", ATOM

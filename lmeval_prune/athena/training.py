@@ -3,123 +3,50 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
-from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor, cat, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
-from transformers import TrainingArguments, set_seed
+from transformers import set_seed
 
 from lmeval_prune.architectures import weights_fingerprint
-from lmeval_prune.artefacts import Work, digest, output_lock
+from lmeval_prune.artefacts import Work, check_same, digest, output_lock
 from lmeval_prune.athena import checkpoint
-from lmeval_prune.athena.batches import Collator, Example, make_examples
-from lmeval_prune.athena.data import GroundedProblem, ProblemSplit
+from lmeval_prune.athena.batches import Collator, make_examples
 from lmeval_prune.athena.model import Athena, AthenaOutput
 from lmeval_prune.athena.options import TrainOptions
+from lmeval_prune.athena.problems import GroundedProblem, ProblemSplit
 from lmeval_prune.athena.solving import answers
 from lmeval_prune.checkpoints.identity import checkpoint_identity, configuration_digests
 from lmeval_prune.reporting.plot_style import COLOURS
-from lmeval_prune.training.curves import ACCURACY, draw
-from lmeval_prune.training.resuming import (
-    ENCODER,
-    PROBLEMS,
-    check_contents,
-    check_resumable,
-    check_settings,
+from lmeval_prune.training.trainer import (
+    ACCURACY,
+    Progress,
+    ResumableTrainer,
+    digests,
+    draw,
     result_settings,
+    training_arguments,
 )
-from lmeval_prune.training.trainer import Progress, ResumableTrainer, training_arguments
 
 # curves of the plot: key in the log, and label, colour and line style
 LINES = {"loss": ("training", COLOURS[0], "-"), "eval_loss": ("validation", COLOURS[1], "-")}
 
 
-def task_loss(outputs: AthenaOutput, labels: Tensor, items: Tensor | int | None = None) -> Tensor:
-    """Return the binary cross-entropy of all `reason` and `answer` logits: their sum over `items`, or their mean."""
+def task_loss(outputs: AthenaOutput, labels: Tensor, num_items_in_batch: Tensor | int | None = None) -> Tensor:
+    """Return the binary cross-entropy of all `reason` and `answer` logits: their sum over the items, or their mean."""
     assert outputs.reason is not None and outputs.answer is not None
-    logits = torch.cat([outputs.reason, outputs.answer])
+    logits = cat([outputs.reason, outputs.answer])
     total = binary_cross_entropy_with_logits(logits, labels.to(logits.dtype), reduction="sum")
-    return total / (len(labels) if items is None else items)
+    return total / (len(labels) if num_items_in_batch is None else num_items_in_batch)
 
 
 def count_solved(model: Athena, problems: Sequence[GroundedProblem]) -> int:
     """Return how many problems a model solves; the model stays in evaluation mode."""
     texts = answers(model.eval(), [grounded.problem for grounded in problems])
     return sum(grounded.is_solved_by(text) for grounded, text in zip(problems, texts, strict=True))
-
-
-class AthenaTrainer(ResumableTrainer):
-    """Trainer with teacher forcing; the validation metric is the accuracy, `eval_accuracy`.
-
-    Override `compute_loss` for another loss: the outputs have all logits and, if requested, the encoder's attention
-    maps.
-
-    Args:
-        model: the model.
-        arguments: training arguments of transformers; their learning rate is the encoder's.
-        train: training examples.
-        validation: validation problems.
-        head_rate: learning rate of all parameters above the encoder.
-        patience: validations without improvement before training stops; 0: no early stopping.
-    """
-
-    def __init__(
-        self,
-        model: Athena,
-        arguments: TrainingArguments,
-        train: Sequence[Example],
-        validation: Sequence[GroundedProblem],
-        head_rate: float,
-        patience: int = 0,
-    ) -> None:
-        self.host, self.validation, self.head_rate = model, validation, head_rate
-        collator = Collator(len(model.settings.constants), model.tokenizer.pad_token_id)
-        validation_examples = make_examples(validation, model.tokenizer, model.settings)
-        lengths = [len(example.problem.ids) for example in train]
-        super().__init__(model, arguments, collator, train, validation_examples, lengths, Progress(), patience)
-
-    def compute_loss(
-        self,
-        model: nn.Module,
-        inputs: dict[str, Any],
-        return_outputs: bool = False,
-        num_items_in_batch: Tensor | int | None = None,
-    ) -> Any:
-        """Return `task_loss`, averaged over the accumulated batch of all processes."""
-        outputs = model(**inputs)
-        loss = task_loss(outputs, inputs["labels"], num_items_in_batch)
-        if num_items_in_batch is not None and self.args.average_tokens_across_devices:
-            loss = loss * self.accelerator.num_processes  # because gradients are averaged over processes
-        return (loss, outputs) if return_outputs else loss
-
-    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """Create AdamW with separate learning rates for encoder and head; norms and biases have no weight decay."""
-        if self.optimizer is None:
-            decayed_names = set(self.get_decay_parameter_names(self.host))
-            groups: dict[tuple[bool, bool], list[nn.Parameter]] = {}
-            for name, parameter in self.host.named_parameters():
-                if parameter.requires_grad:
-                    groups.setdefault((name.startswith("encoder."), name in decayed_names), []).append(parameter)
-            optimizer_class, settings = self.get_optimizer_cls_and_kwargs(self.args)
-            self.optimizer = optimizer_class(
-                [
-                    {
-                        "params": parameters,
-                        "lr": self.args.learning_rate if in_encoder else self.head_rate,
-                        "weight_decay": self.args.weight_decay if is_decayed else 0.0,
-                    }
-                    for (in_encoder, is_decayed), parameters in groups.items()
-                ],
-                **settings,
-            )
-        return self.optimizer
-
-    def further_metrics(self) -> dict[str, float]:
-        """Return the validation accuracy."""
-        return {ACCURACY: count_solved(self.host, self.validation) / len(self.validation)}
 
 
 def train(options: TrainOptions) -> Athena:
@@ -130,32 +57,32 @@ def train(options: TrainOptions) -> Athena:
     """
     target = Path(options.output)
     work = target.with_name(f"{target.name}.training")
-    settings = result_settings(options)
+    settings, split = result_settings(options), cache(lambda: ProblemSplit.load(options))
+    sources: dict[str, Callable[[], str]] = {
+        "encoder_checkpoint": lambda: digest(
+            [checkpoint_identity(options.encoder), configuration_digests(options.encoder)]
+        ),
+        "problems": lambda: split().digest,
+    }
     if target.exists():
         about = checkpoint.describe(target)
-        check_settings(settings, about.get("options", {}), target)
-        read = {ENCODER: lambda: _encoder_digest(options.encoder), PROBLEMS: lambda: ProblemSplit.load(options).digest}
-        check_contents(read, about.get("contents", {}), target)
+        before = about.get("contents", {})
+        check_same({**about.get("options", {}), **before}, settings | digests(sources, before), target)
     else:
         with output_lock(target):
-            trained = _train_model(options, settings, work)
-            checkpoint.write(trained, target)
+            contents = digests(sources)
+            progress = Work(work, settings | contents)
+            model = _trained(options, split(), progress)
+            model.about |= {"options": settings, "contents": contents}
+            checkpoint.write(model, target)
     shutil.rmtree(work, ignore_errors=True)
     model = checkpoint.read(target)
     draw([{"log": model.about["log"]}], LINES, "Training: loss per judgement", target / "training")
     return model
 
 
-def _encoder_digest(encoder: str) -> str:
-    return digest([checkpoint_identity(encoder), configuration_digests(encoder)])
-
-
-def _train_model(options: TrainOptions, settings: dict[str, Any], work: Path) -> Athena:
-    """Train a model with checkpoints in `work`."""
-    check_resumable(work, settings)
-    split = ProblemSplit.load(options)
-    contents = {ENCODER: _encoder_digest(options.encoder), PROBLEMS: split.digest}
-    checkpoints = Work(work, settings | contents)
+def _trained(options: TrainOptions, split: ProblemSplit, progress: Work) -> Athena:
+    """Train a model with teacher forcing; the validation metric is the accuracy."""
     set_seed(options.seed)
     model = checkpoint.begin(
         options.encoder,
@@ -164,8 +91,10 @@ def _train_model(options: TrainOptions, settings: dict[str, Any], work: Path) ->
         dropout=options.dropout,
         max_kept=options.max_kept,
     )
-    examples = make_examples(split.train, model.tokenizer, model.settings)
-    problems = {"train": len(examples), "validation": len(split.validation)}
+    train, validation = (
+        make_examples(part, model.tokenizer, model.settings) for part in (split.train, split.validation)
+    )
+    problems = {"train": len(train), "validation": len(split.validation)}
     print(
         f"{problems['train']} training problems, {problems['validation']} validation problems; left out: "
         f"{split.ungrounded} without an equation over their numbers, {split.repeated} that are also in the test",
@@ -173,17 +102,41 @@ def _train_model(options: TrainOptions, settings: dict[str, Any], work: Path) ->
     )
     best_by = (ACCURACY, True) if options.validation else None  # metric of the best epoch, and whether higher is better
     arguments = training_arguments(
-        work, best_by is not None, best_by, num_train_epochs=options.epochs, per_device_train_batch_size=options.batch,
-        seed=options.seed, per_device_eval_batch_size=32, gradient_accumulation_steps=options.accumulate,
-        learning_rate=options.encoder_rate, weight_decay=options.decay, warmup_steps=options.warmup,
-        max_grad_norm=options.clip, restore_callback_states_from_checkpoint=bool(options.patience),
+        progress.folder, best_by is not None, best_by, num_train_epochs=options.epochs, seed=options.seed,
+        per_device_train_batch_size=options.batch, per_device_eval_batch_size=32,
+        gradient_accumulation_steps=options.accumulate, learning_rate=options.encoder_rate, weight_decay=options.decay,
+        warmup_steps=options.warmup, max_grad_norm=options.clip,
+        restore_callback_states_from_checkpoint=bool(options.patience),
     )  # fmt: skip
-    trainer = AthenaTrainer(model, arguments, examples, split.validation, options.head_rate, options.patience)
-    checkpoints.begin()
+    trainer = ResumableTrainer(
+        model,
+        arguments,
+        Collator(len(model.settings.constants), model.tokenizer.pad_token_id),
+        train,
+        validation,
+        [len(example.problem.ids) for example in train],
+        lambda: {ACCURACY: count_solved(model, split.validation) / len(split.validation)},
+        Progress(),
+        options.patience,
+        compute_loss_func=task_loss,
+    )
+    # AdamW with separate learning rates for encoder and head; norms and biases have no weight decay
+    decayed, groups = set(trainer.get_decay_parameter_names(model)), dict[tuple[bool, bool], list[nn.Parameter]]()
+    for name, parameter in model.named_parameters():
+        groups.setdefault((name.startswith("encoder."), name in decayed), []).append(parameter)
+    parameters = [
+        {
+            "params": group,
+            "lr": options.encoder_rate if in_encoder else options.head_rate,
+            "weight_decay": options.decay if is_decayed else 0.0,
+        }
+        for (in_encoder, is_decayed), group in groups.items()
+    ]
+    optimizer, settings = trainer.get_optimizer_cls_and_kwargs(arguments)
+    trainer.optimizer = optimizer(parameters, **settings)
+    progress.begin()
     training = trainer.run()
     model.about = {
-        "options": settings,
-        "contents": contents,
         "encoder_weights": weights_fingerprint(model.encoder),
         "problems": {**problems, "ungrounded": split.ungrounded, "repeated": split.repeated},
         **training,

@@ -13,17 +13,16 @@ from typing_extensions import override
 from lmeval_prune.artefacts import digest
 from lmeval_prune.athena import checkpoint, training
 from lmeval_prune.athena.batches import Collator, make_examples
-from lmeval_prune.athena.data import ProblemSplit
 from lmeval_prune.athena.options import TrainOptions
+from lmeval_prune.athena.problems import ProblemSplit
 from lmeval_prune.checkpoints.skeleton import skeleton_of
 from lmeval_prune.config import differs_from_default
-from lmeval_prune.distillation.host import Host, TrainingExamples
+from lmeval_prune.distillation.host import SOLVED_THEN_LOSS, Host, TrainingExamples
 from lmeval_prune.distillation.losses import choice_divergence, judgement_divergence
 from lmeval_prune.distillation.options import DistillOptions
 from lmeval_prune.errors import InputError
 from lmeval_prune.tasks.data import load
 from lmeval_prune.training.questions import TrainingQuestions
-from lmeval_prune.training.resuming import PROBLEMS
 
 LANGUAGE_OPTIONS = ("task", "chat", "answer", "max_length", "prompts", "calibrate_on", "train_on", "max_gen_toks")
 
@@ -31,7 +30,7 @@ LANGUAGE_OPTIONS = ("task", "chat", "answer", "max_length", "prompts", "calibrat
 class AthenaHost(Host):
     """ATHENA as a host, with the data, test split and validation split of its own training."""
 
-    default_best_by = "accuracy"
+    choosing = (SOLVED_THEN_LOSS, True)
 
     def __init__(self, options: DistillOptions) -> None:
         super().__init__(options)
@@ -66,9 +65,7 @@ class AthenaHost(Host):
         return checkpoint.read(folder)
 
     @override
-    def write(
-        self, model: Any, manifest: dict[str, Any], folder: Path, add_files: Callable[[Path], None] | None = None
-    ) -> None:
+    def write(self, model: Any, manifest: dict[str, Any], folder: Path, add_files: Callable[[Path], None]) -> None:
         if "trained_on" in manifest:
             model.about = {**model.about, **TrainingQuestions.from_artefact(manifest).to_artefact()}
         checkpoint.write(model, folder, manifest, add_files)
@@ -107,7 +104,7 @@ class AthenaHost(Host):
 
     @override
     def contents(self) -> dict[str, Callable[[], str]]:
-        return {PROBLEMS: lambda: self.split.digest}
+        return {"problems": lambda: self.split.digest}
 
     @override
     def examples(self) -> TrainingExamples:
@@ -138,16 +135,15 @@ class AthenaHost(Host):
         return len(inputs["labels"])
 
     @override
-    def task_loss(self, outputs: Any, inputs: Mapping[str, Any]) -> Tensor:
-        return training.task_loss(outputs, inputs["labels"], 1)
+    def loss(self, outputs: Any, inputs: Mapping[str, Any], teacher: Any = None) -> dict[str, Tensor]:
+        terms, temperature = {"task": training.task_loss(outputs, inputs["labels"], 1)}, self.options.temperature
+        if teacher is not None:
+            # candidates are judged independently; the answer is a choice among a problem's kept thoughts
+            reasons = judgement_divergence(teacher.reason, outputs.reason, temperature)
+            choices = choice_divergence(teacher.answer, outputs.answer, outputs.kept_problem, temperature)
+            terms["response"] = reasons + choices
+        return terms
 
     @override
-    def response_loss(self, teacher: Any, student: Any, inputs: Mapping[str, Any]) -> Tensor:
-        # candidates are judged independently; the answer is a choice among a problem's kept thoughts
-        temperature = self.options.temperature
-        reasons = judgement_divergence(teacher.reason, student.reason, temperature)
-        return reasons + choice_divergence(teacher.answer, student.answer, student.kept_problem, temperature)
-
-    @override
-    def count_solved(self, model: Any, problems: Sequence[Any]) -> int:
-        return training.count_solved(model, problems)
+    def count_solved(self, model: Any, problems: Sequence[Any]) -> int | None:
+        return None if self.options.best_by else training.count_solved(model, problems)

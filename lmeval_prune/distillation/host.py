@@ -1,4 +1,4 @@
-"""Interface of a kind of model that can be distilled: reading, batching, losses and writing."""
+"""Interface of a kind of model that can be distilled: reading, examples, losses and writing."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -22,13 +22,11 @@ from lmeval_prune.distance.tokens import Text
 from lmeval_prune.distillation.options import DistillOptions
 from lmeval_prune.errors import InputError
 from lmeval_prune.pruners.calibration import CalibrationText
-from lmeval_prune.training.curves import ACCURACY
 from lmeval_prune.training.questions import Document, TrainingQuestions, question_keys
 
-BestBy = Literal["accuracy", "loss", "none"]
 SCHEMA, VERSION = "lmeval-prune/distillation", 1
 NOTE = "distillation.json"  # beside the weights of a distilled model
-METRICS = {"accuracy": ACCURACY, "loss": "eval_task"}  # names in the log
+TASK_LOSS, SOLVED_THEN_LOSS = "eval_task", "eval_solved_then_loss"  # metrics in the log that choose the best epoch
 
 
 class Note(TypedDict):
@@ -61,31 +59,37 @@ class Host(ABC):
     """A kind of model that can be pruned and distilled.
 
     The *backbone* is the transformers model whose heads are pruned: the model itself, or its encoder.
+
+    Attributes:
+        choosing: (class variable) metric that chooses the best epoch by default, and whether higher is better.
     """
 
-    default_best_by: ClassVar[Literal["accuracy", "loss"]]
+    choosing: ClassVar[tuple[str, bool]] = (TASK_LOSS, False)
 
     def __init__(self, options: DistillOptions) -> None:
         self.options = options
 
     @property
-    def best_by(self) -> BestBy:
-        """What chooses the epoch whose weights are kept."""
-        return self.options.best_by or self.default_best_by
+    def best_by(self) -> tuple[str, bool] | None:
+        """Metric that chooses the epoch whose weights are kept, and whether higher is better; None: the last epoch."""
+        return {"loss": (TASK_LOSS, False), "none": None}.get(str(self.options.best_by), self.choosing)
 
-    @cached_property
-    def tokenizer(self) -> Any:
-        """Tokenizer of the model."""
-        return self.tokenizer_of(self.options.pretrained)
-
-    def tokenizer_of(self, folder: str) -> Any:
-        """Read a model's tokenizer."""
-        path = self.backbone_folder(Path(embedded.resolve(folder)))
-        return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+    # ------------------------------------------------------------------ models
 
     @abstractmethod
     def skeleton(self, folder: str) -> Any:
         """Return the backbone without weights; `InputError` if the folder has no suitable model."""
+
+    @abstractmethod
+    def read(self, folder: str) -> nn.Module:
+        """Read a model in evaluation mode, with at least float32."""
+
+    @abstractmethod
+    def write(self, model: Any, manifest: dict[str, Any], folder: Path, add_files: Callable[[Path], None]) -> None:
+        """Write a model and the manifest of its cuts atomically; `add_files` adds further files to the folder."""
+
+    def write_card(self, model: Any, manifest: dict[str, Any], note: dict[str, Any], folder: Path) -> None:  # noqa: B027
+        """Write the card of the distilled model, if it gets one; `note` has the fields of `distillation.json`."""
 
     def identity(self, folder: str) -> str:
         """Return a digest of a model's weights; `InputError` if the model does not exist."""
@@ -94,23 +98,6 @@ class Host(ABC):
     def configuration(self, folder: str) -> dict[str, str]:
         """Return digests of a model's configuration, tokenizer and chat template, by the names of their files."""
         return configuration_digests(folder)
-
-    @abstractmethod
-    def check_teacher(self, folder: str) -> None:
-        """Raise an `InputError` if the teacher has another vocabulary; no weights are read."""
-
-    @abstractmethod
-    def read(self, folder: str) -> nn.Module:
-        """Read a model in evaluation mode, with at least float32."""
-
-    @abstractmethod
-    def write(
-        self, model: Any, manifest: dict[str, Any], folder: Path, add_files: Callable[[Path], None] | None = None
-    ) -> None:
-        """Write a model and the manifest of its cuts atomically; `add_files` adds further files to the folder."""
-
-    def write_card(self, model: Any, manifest: dict[str, Any], note: dict[str, Any], folder: Path) -> None:  # noqa: B027
-        """Write the card of the distilled model, if it gets one; `note` has the fields of `distillation.json`."""
 
     def backbone(self, model: Any) -> Any:
         """Return the backbone of a model."""
@@ -124,8 +111,22 @@ class Host(ABC):
         """Return the backbone's folder in a model's folder."""
         return folder
 
-    def check_layers(self) -> None:
-        """Raise an `InputError` if the model was cut with zeroed fillers, which training would change."""
+    @cached_property
+    def tokenizer(self) -> Any:
+        """Tokenizer of the model."""
+        return self.tokenizer_of(self.options.pretrained)
+
+    def tokenizer_of(self, folder: str) -> Any:
+        """Read a model's tokenizer."""
+        path = self.backbone_folder(Path(embedded.resolve(folder)))
+        return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+
+    @abstractmethod
+    def check_teacher(self, folder: str) -> None:
+        """Raise an `InputError` if the teacher has another vocabulary; no weights are read."""
+
+    def check(self) -> None:
+        """Raise an `InputError` if the model was cut with zeroed fillers, or if answers do not suit the models."""
         folder = self.backbone_folder(Path(embedded.resolve(self.options.pretrained)))
         for stage in (read_manifest(folder) or {}).get("stages", []):
             if layers := ", ".join([*stage["removed"]["fillers"], *stage["removed"]["zeroed_channels"]]):
@@ -134,13 +135,15 @@ class Host(ABC):
                     f"cut it with unit=group or balanced"
                 )
 
+    # ------------------------------------------------------------------ data
+
     @abstractmethod
     def examples(self) -> TrainingExamples:
         """Load training and validation examples; `InputError` if there are none, or if they contain the test."""
 
     @abstractmethod
     def contents(self) -> dict[str, Callable[[], str]]:
-        """Return functions that return digests of what is trained on, by their names in `CONTENTS`."""
+        """Return functions that return digests of what is trained on, by their names in the settings."""
 
     @abstractmethod
     def questions_of(self, folder: str) -> TrainingQuestions:
@@ -172,40 +175,16 @@ class Host(ABC):
             total |= earlier
         return total
 
+    def taught(self, examples: TrainingExamples, work: Path) -> TrainingExamples:
+        """Return examples of what the teacher answers, which one process asks once, and keeps in a file of `work`.
+
+        `InputError` if too little of it is kept.
+        """
+        raise NotImplementedError
+
     @abstractmethod
     def collate(self, examples: Sequence[Any]) -> dict[str, Any]:
         """Batch examples into the model's inputs, with `input_ids`, `attention_mask` and `labels`."""
-
-    @abstractmethod
-    def items(self, inputs: Mapping[str, Any]) -> int:
-        """Return the number of judgements or tokens in a batch, the divisor of task and response losses."""
-
-    @abstractmethod
-    def task_loss(self, outputs: Any, inputs: Mapping[str, Any]) -> Tensor:
-        """Return the cross-entropy summed over the items."""
-
-    @abstractmethod
-    def response_loss(self, teacher: Any, student: Any, inputs: Mapping[str, Any]) -> Tensor:
-        """Return KL(teacher ‖ student) at the temperature, summed over the items."""
-
-    def count_solved(self, model: Any, problems: Sequence[Any]) -> int:
-        """Return how many validation problems a model in evaluation mode solves, for best_by=accuracy."""
-        raise NotImplementedError
-
-    def compared_texts(self, examples: TrainingExamples) -> list[Text]:
-        """Return texts on which next-token distributions are compared; empty for a host without such."""
-        return []
-
-    def check(self) -> None:  # noqa: B027 - for a host whose models answer
-        """Raise an `InputError` if texts or answers do not suit the models."""
-
-    def ask_teacher(self, examples: TrainingExamples, work: Path, device: Any) -> None:
-        """Ask the teacher problems and prompts of training and validation; write what a student learns."""
-        raise NotImplementedError
-
-    def taught(self, examples: TrainingExamples, work: Path) -> TrainingExamples:
-        """Return examples of what the teacher answered; `InputError` if too little of it is kept."""
-        raise NotImplementedError
 
     def calibration(self, examples: TrainingExamples, model: Any) -> CalibrationText:
         """Draw training problems by the seed as calibration text of the pruner.
@@ -222,3 +201,24 @@ class Host(ABC):
         generator = torch.Generator().manual_seed(self.options.seed)
         order = torch.randperm(len(examples), generator=generator).tolist()
         return [examples[index] for index in order[: self.options.calibration]]
+
+    def compared_texts(self, examples: TrainingExamples) -> list[Text]:
+        """Return texts on which next-token distributions are compared; empty for a host without such."""
+        return []
+
+    # ------------------------------------------------------------------ losses
+
+    @abstractmethod
+    def items(self, inputs: Mapping[str, Any]) -> int:
+        """Return the number of judgements or tokens in a batch, the divisor of task and response losses."""
+
+    @abstractmethod
+    def loss(self, outputs: Any, inputs: Mapping[str, Any], teacher: Any = None) -> dict[str, Tensor]:
+        """Return the cross-entropy (`task`), and with a teacher's outputs KL(teacher ‖ student) at the temperature.
+
+        Both are summed over the items; the second is `response`.
+        """
+
+    def count_solved(self, model: Any, problems: Sequence[Any]) -> int | None:
+        """Return how many validation problems a model solves, if that chooses the epoch."""
+        return None

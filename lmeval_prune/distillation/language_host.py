@@ -11,24 +11,32 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from accelerate import PartialState
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from typing_extensions import override
 
 from lmeval_prune.architectures import position_limit, takes_logits_to_keep
-from lmeval_prune.artefacts import digest
+from lmeval_prune.artefacts import digest, read_artefact, write_artefact
 from lmeval_prune.checkpoints import embedded
 from lmeval_prune.checkpoints.loading import load_pretrained
 from lmeval_prune.checkpoints.pruned import read_manifest, save_checkpoint
 from lmeval_prune.checkpoints.skeleton import skeleton_of
 from lmeval_prune.distance import tokens
 from lmeval_prune.distance.summary import cells
-from lmeval_prune.distillation.common_prefix import LENGTH, common_prefix
 from lmeval_prune.distillation.host import Host, TrainingExamples
-from lmeval_prune.distillation.lessons import Problem, Text, read_lessons, write_lessons
+from lmeval_prune.distillation.lessons import (
+    Problem,
+    Prompt,
+    QuestionSearch,
+    Text,
+    of_problems,
+    of_prompts,
+    read_prompts,
+)
 from lmeval_prune.distillation.losses import answer_divergence
 from lmeval_prune.distillation.options import DistillOptions
-from lmeval_prune.distillation.prompts import Prompt, QuestionSearch, read_prompts
+from lmeval_prune.distillation.trainer import LENGTH, common_prefix
 from lmeval_prune.errors import InputError
 from lmeval_prune.models.identity import vocabulary_digest
 from lmeval_prune.planning.own_answers import Answerer, Question, Sampling, calibration_text, check_generative
@@ -46,35 +54,29 @@ from lmeval_prune.training.questions import (
     question_keys,
     split_by_question,
 )
-from lmeval_prune.training.resuming import PROBLEMS, PROMPTS
 
 TASK = "prune_asdiv_a_equation"  # default
+LESSONS, LESSONS_SCHEMA = "lessons.json", ("lmeval-prune/lessons", 1)  # texts and counts, by part of the examples
 COMPARED = 32  # validation problems on which the distance from the unpruned model is measured
 IGNORED = -100  # label of tokens without a loss
 
 
 class Rows(NamedTuple):
-    """Training and test documents of a task."""
+    """Training and test documents of a task; none without a task."""
 
-    train: list[dict[str, Any]]
+    train: list[dict[str, Any]]  # drawn by the seed
     test: list[dict[str, Any]]
     names: str  # of the training splits
-    repeated: int = 0  # training documents that were dropped because they are in the test, too
+    repeated: int  # training documents that were dropped because they are in the test, too
 
 
 class LanguageHost(Host):
     """A causal language model as a host."""
 
-    default_best_by = "loss"
-
     def __init__(self, options: DistillOptions) -> None:
         super().__init__(options if options.task or options.prompts else replace(options, task=TASK))
 
-    @cached_property
-    def task(self) -> Any:
-        """The lm-eval task with the training problems."""
-        metadata = {"data_dir": self.options.data_dir} if self.options.data_dir else {}
-        return load_task(task_manager(metadata), str(self.options.task))
+    # ------------------------------------------------------------------ models
 
     @override
     def skeleton(self, folder: str) -> Any:
@@ -91,27 +93,33 @@ class LanguageHost(Host):
             raise InputError(f"the teacher {folder} has another vocabulary than {self.options.pretrained}")
 
     @override
+    def check(self) -> None:
+        super().check()
+        options, (name, positions) = self.options, self.fewest_positions
+        if options.calibrate_on == "own" or options.train_on == "teacher":
+            check_generative(self.task)
+        if options.calibrate_on == "own" or options.asks_teacher:
+            self.answerer.sampling.check_room(self.answerer.task, name, positions)
+
+    @override
     def read(self, folder: str) -> nn.Module:
         model: Any = load_pretrained(folder)
         wide: nn.Module = model.to(torch.promote_types(model.dtype, torch.float32))
         return wide
 
     @override
-    def write(
-        self, model: Any, manifest: dict[str, Any], folder: Path, add_files: Callable[[Path], None] | None = None
-    ) -> None:
+    def write(self, model: Any, manifest: dict[str, Any], folder: Path, add_files: Callable[[Path], None]) -> None:
         parent = embedded.resolve(self.options.pretrained)
         save_checkpoint(folder, model, manifest, self.tokenizer, add_files, parent)
 
     @override
     def write_card(self, model: Any, manifest: dict[str, Any], note: dict[str, Any], folder: Path) -> None:
-        options, material, training = self.options, note["material"], ""
+        options, training = self.options, ""
         if options.epochs:
             source = shown(" and ".join(filter(None, (options.task, options.prompts))))
-            teacher = (
-                f", taught by {shown(options.other_teacher or options.pretrained)}" if options.uses_teacher else ""
-            )
-            training = f"Trained after each stage on {material['train']} texts of {source}{teacher}."
+            name = shown(options.other_teacher or options.pretrained)
+            teacher = f", taught by {name}" if options.uses_teacher else ""
+            training = f"Trained after each stage on {note['material']['train']} texts of {source}{teacher}."
             if distance := note["stages"][-1].get("distance"):
                 kld, same = (cells(distance)[name] for name in ("mean KLD", "same top p (%)"))
                 training += f" From the unpruned model on texts like these: mean KLD {kld}, same top token {same}%."
@@ -123,13 +131,24 @@ class LanguageHost(Host):
         return TrainingQuestions.from_artefact(read_manifest(embedded.resolve(folder)) or {})
 
     @cached_property
-    def drawn_rows(self) -> Rows:
-        """The task's documents, those of the training drawn by the seed; none without a task."""
-        options = self.options
-        rows = self._with_questions(self.rows()) if options.task else Rows([], [], "")
-        drawn, repeated = drop_test_questions(rows.train, rows.test, self.test or "test")
-        random.Random(options.seed).shuffle(drawn)
-        return rows._replace(train=drawn[: options.limit], repeated=repeated)
+    def fewest_positions(self) -> tuple[str, int | None]:
+        """The model or teacher with the fewest positions, and their number; None: no model names one."""
+        names = filter(None, (self.options.pretrained, self.options.other_teacher))
+        limits = [(name, position_limit(skeleton_of(name))) for name in names]
+        return min(limits, key=lambda pair: pair[1] or math.inf)
+
+    @property
+    def max_length(self) -> int:
+        """Largest number of tokens of a text that is learned."""
+        return min(self.options.max_length, self.fewest_positions[1] or self.options.max_length)
+
+    # ------------------------------------------------------------------ data
+
+    @cached_property
+    def task(self) -> Any:
+        """The lm-eval task with the training problems."""
+        metadata = {"data_dir": self.options.data_dir} if self.options.data_dir else {}
+        return load_task(task_manager(metadata), str(self.options.task))
 
     @cached_property
     def test(self) -> str | None:
@@ -142,38 +161,68 @@ class LanguageHost(Host):
 
         return "fold0" if "fold0" in DATA[data].splits and "train" not in DATA[data].splits else None
 
-    @override
-    def contents(self) -> dict[str, Callable[[], str]]:
-        return {PROBLEMS: self._problems_digest, PROMPTS: lambda: digest(self.drawn_texts)}
+    @cached_property
+    def rows(self) -> Rows:
+        """The task's documents, each with its `question`."""
+        options = self.options
+        if not options.task:
+            return Rows([], [], "", 0)
+        arguments = self.task.get_config("dataset_kwargs") or {}
+        if data := arguments.get("prune_data"):
+            from lmeval_prune.tasks.data import DATA, load  # needs `datasets`, which other documents do not
 
-    def _problems_digest(self) -> str:
-        rows, exemplars = self.drawn_rows, exemplars_of(self.task) if self.options.task else []
-        tested = rows.test if self.options.prompts else []  # prompts are searched for these
-        return documents_digest(rows.train, tested, *filter(None, [exemplars]))
+            test, names = self.test or arguments.get("prune_test", "test"), "train"
+            if "train" not in DATA[data].splits:
+                names = "+".join(other_folds(data, test))
+            parts = [load(data, split, options.data_dir) for split in (names, test)]
+        elif options.test:
+            raise InputError(f'test: the YAML file of {options.task} names its splits; give --test ""')
+        else:
+            tested, names = self.task.test_docs if self.task.has_test_docs() else self.task.validation_docs, "train"
+            parts = [self.task.training_docs(), tested() or ()]
+        train, test_rows = ([dict(row) for row in part] for part in parts)
+        if "question" not in (train or [{}])[0]:
+            train, test_rows = ([{**x, "question": question_of(self.task, x)} for x in y] for y in (train, test_rows))
+        drawn, repeated = drop_test_questions(train, test_rows, self.test or "test")
+        random.Random(options.seed).shuffle(drawn)
+        return Rows(drawn[: options.limit], test_rows, names.replace("+", ", "), repeated)
+
+    def prompt(self, row: Mapping[str, Any]) -> str:
+        """Return lm-eval's prompt of a document."""
+        return prompt_of(self.task, row, self.tokenizer if self.options.chat else None)
 
     @cached_property
     def drawn_texts(self) -> list[tuple[str, str, str]]:
         """Prompt, delimiter and target of each document of the training."""
-        rows = self.drawn_rows.train
         return [
             (self.prompt(row), answer_delimiter(self.task, row, self.options.chat), target_of(self.task, row))
-            for row in rows
+            for row in self.rows.train
         ]
 
     @override
+    def contents(self) -> dict[str, Callable[[], str]]:
+        def problems() -> str:
+            exemplars = exemplars_of(self.task) if self.options.task else []
+            tested = self.rows.test if self.options.prompts else []  # prompts are searched for these
+            return documents_digest(self.rows.train, tested, *filter(None, [exemplars]))
+
+        return {"problems": problems, "task_prompts": lambda: digest(self.drawn_texts)}
+
+    @override
     def examples(self) -> TrainingExamples:
-        options, rows = self.options, self.drawn_rows
-        problems = [
-            self._problem(number, row, *texts)
-            for number, (row, texts) in enumerate(zip(rows.train, self.drawn_texts, strict=True))
-        ]
-        answered = [problem for problem in problems if problem.start < len(problem.ids) - 1]
-        problems = [problem for problem in answered if len(problem.ids) <= self.max_length]
-        prompts, counts = self._prompts(rows.test) if options.prompts else ([], {})
-        first: list[Any] = problems if options.task else prompts  # those of them that are validated on
+        options, rows = self.options, self.rows
+        problems = list[Problem]()
+        for number, (row, (prompt, delimiter, target)) in enumerate(zip(rows.train, self.drawn_texts, strict=True)):
+            answer = encode_continuation(self.tokenizer, delimiter + options.answer.replace("{}", target))
+            before = encode(self.tokenizer, prompt)
+            ids, start = [*before, *answer, end_token(self.tokenizer)], max(1, len(before))
+            if target.strip() and start < len(ids) - 1:  # else nothing to learn, whatever is around it
+                problems.append(Problem(Question(number, row, prompt), ids, start))
+        short = [problem for problem in problems if len(problem.ids) <= self.max_length]
+        prompts, counts = self.prompts(rows.test) if options.prompts else ([], {})
+        first: list[Any] = short if options.task else prompts  # those of them that are validated on
         share = 0.1 if options.validation is None else options.validation
-        count = round(share * len(first))
-        validation, remaining = split_by_question(first, self._wordings(first), count)
+        validation, remaining = split_by_question(first, self._wordings(first), round(share * len(first)))
         if not remaining or (share and not validation):
             raise InputError(f"{len(first)} texts are too few to train and validate; raise limit or max_length")
         train = [*remaining, *(prompts if options.task else [])]
@@ -183,8 +232,8 @@ class LanguageHost(Host):
         note = {
             "train": len(train),
             "validation": len(validation),
-            "too_long": len(answered) - len(problems),
-            "empty": len(rows.train) - len(answered),
+            "too_long": len(problems) - len(short),
+            "empty": len(rows.train) - len(problems),
             "repeated": rows.repeated,
             **({"prompts": counts} if prompts else {}),
             "splits": {"task": options.task, "test": self.test, "train": rows.names},
@@ -198,62 +247,25 @@ class LanguageHost(Host):
 
         A task may ask one question of all problems; then their tokens, among them the target's.
         """
-        tokens: list[Hashable] = [tuple(text.ids) for text in texts]
         questions = [
             normalised_question(text_of(self.task, text.question.document)) if isinstance(text, Problem) else ""
             for text in texts
         ]
-        if len({*questions}) == 1:
-            return tokens
-        return [question or ids for question, ids in zip(questions, tokens, strict=True)]
+        is_one = len({*questions}) == 1
+        return [tuple(text.ids) if is_one or not asked else asked for asked, text in zip(questions, texts, strict=True)]
 
-    def _prompts(self, test: Sequence[Mapping[str, Any]]) -> tuple[list[Prompt], dict[str, int]]:
+    def prompts(self, test: Sequence[Mapping[str, Any]]) -> tuple[list[Prompt], dict[str, int]]:
         """Return the prompts that the teacher answers, without test questions, and counts."""
+
+        def as_turn(prompt: str) -> str:
+            messages = [{"role": "user", "content": prompt}]
+            return str(self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+
         as_written = {self.prompt(row) for row in test} if self.options.task else ()
         search = QuestionSearch((str(row["question"]) for row in test), as_written)
-        return read_prompts(self.options, self.tokenizer, search, self._in_chat, self.max_length)
-
-    def _in_chat(self, prompt: str) -> str:
-        """Return a prompt as the user's turn of the chat template; with chat=false, the prompt."""
-        if not self.options.chat:
-            return prompt
-        messages = [{"role": "user", "content": prompt}]
-        return str(self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
-
-    def rows(self) -> Rows:
-        """Return the task's training and test documents."""
-        arguments = self.task.get_config("dataset_kwargs") or {}
-        if data := arguments.get("prune_data"):
-            from lmeval_prune.tasks.data import DATA, load  # needs `datasets`, which other documents do not
-
-            test, folder = self.test or arguments.get("prune_test", "test"), self.options.data_dir
-            splits = ("train",) if "train" in DATA[data].splits else other_folds(data, test)
-            rows = [dict(row) for row in load(data, "+".join(splits), folder)]
-            return Rows(rows, [dict(row) for row in load(data, test, folder)], ", ".join(splits))
-        if self.options.test:
-            raise InputError(f'test: the YAML file of {self.options.task} names its splits; give --test ""')
-        tested = self.task.test_docs() if self.task.has_test_docs() else self.task.validation_docs()
-        train = [dict(row) for row in self.task.training_docs()]
-        return Rows(train, [dict(row) for row in tested or ()], "train")
-
-    def _with_questions(self, rows: Rows) -> Rows:
-        """Add the field `question` to documents without it."""
-        if "question" in (rows.train or [{}])[0]:
-            return rows
-        train, test = ([{**x, "question": question_of(self.task, x)} for x in part] for part in (rows.train, rows.test))
-        return Rows(train, test, rows.names)
-
-    def prompt(self, row: Mapping[str, Any]) -> str:
-        """Return lm-eval's prompt of a document."""
-        return prompt_of(self.task, row, self.tokenizer if self.options.chat else None)
-
-    def _problem(self, number: int, row: dict[str, Any], prompt: str, delimiter: str, target: str) -> Problem:
-        """Tokenize a prompt and its answer."""
-        answer = encode_continuation(self.tokenizer, delimiter + self.options.answer.replace("{}", target))
-        before = encode(self.tokenizer, prompt)
-        ids = [*before, *answer, end_token(self.tokenizer)]
-        start = max(1, len(before)) if target.strip() else len(ids)  # nothing to learn, whatever is around it
-        return Problem(Question(number, row, prompt), ids, start)
+        return read_prompts(
+            self.options, self.tokenizer, search, as_turn if self.options.chat else str, self.max_length
+        )
 
     @cached_property
     def answerer(self) -> Answerer:
@@ -263,57 +275,37 @@ class LanguageHost(Host):
         task = self.task if options.task and self.task.get_config("output_type") == "generate_until" else None
         return Answerer(task, self.tokenizer, sampling, responses_folder(None, Path(options.output)))
 
-    @cached_property
-    def fewest_positions(self) -> tuple[str, int | None]:
-        """The model or teacher with the fewest positions, and their number; None: no model names one."""
-        names = filter(None, (self.options.pretrained, self.options.other_teacher))
-        limits = [(name, position_limit(skeleton_of(name))) for name in names]
-        return min(limits, key=lambda pair: pair[1] or math.inf)
-
-    @property
-    def max_length(self) -> int:
-        """Largest number of tokens of a text that is learned."""
-        positions = self.fewest_positions[1]
-        return self.options.max_length if positions is None else min(self.options.max_length, positions)
-
-    @override
-    def check(self) -> None:
-        options, (name, positions) = self.options, self.fewest_positions
-        if options.calibrate_on == "own" or options.train_on == "teacher":
-            check_generative(self.task)
-        if options.calibrate_on == "own" or options.asks_teacher:
-            self.answerer.sampling.check_room(self.answerer.task, name, positions)
-
-    @override
-    def ask_teacher(self, examples: TrainingExamples, work: Path, device: Any) -> None:
-        parts = {"train": examples.train, "validation": examples.validation}
-
-        def of_kind(kind: type) -> dict[str, list[Any]]:
-            return {part: [text for text in texts if isinstance(text, kind)] for part, texts in parts.items()}
-
-        teacher: Any = self.read(self.options.other_teacher or self.options.pretrained)
-        problems = of_kind(Problem) if self.options.train_on == "teacher" else {}
-        write_lessons(
-            *(work, self.answerer, teacher.to(device), problems, of_kind(Prompt)),
-            *(self.max_length, self.fewest_positions[1]),
-        )
-
     @override
     def taught(self, examples: TrainingExamples, work: Path) -> TrainingExamples:
-        lessons = read_lessons(work) or {}
-        replaced = (Problem, Prompt) if self.options.train_on == "teacher" else Prompt
-
-        def learned(part: str, texts: Sequence[Any]) -> list[Any]:
-            answered = [*lessons["texts"].get(part, ()), *lessons["texts"].get(f"{part}_prompts", ())]
-            kept = [text for text in texts if not isinstance(text, replaced)]
-            return [*(Text(text["ids"], text["start"]) for text in answered), *kept]
-
-        train, validation = learned("train", examples.train), learned("validation", examples.validation)
-        counts, of_prompts = lessons["counts"], lessons["texts"].get("train_prompts")
-        if not train or (examples.validation and not validation) or of_prompts == []:
+        process, path, asks_problems = PartialState(), work / LESSONS, self.options.train_on == "teacher"
+        parts = {"train": examples.train, "validation": examples.validation}
+        if process.is_main_process and not path.is_file():
+            print("asking the teacher", flush=True)
+            model: Any = self.read(self.options.other_teacher or self.options.pretrained)
+            asked, positions = (self.answerer, model.to(process.device)), self.fewest_positions[1]
+            room = math.inf if positions is None else positions - self.answerer.sampling.length(self.answerer.task)
+            lessons = {}
+            for part, texts in parts.items() if asks_problems else ():
+                problems = [text for text in texts if isinstance(text, Problem)]
+                lessons[part] = of_problems(*asked, problems, self.max_length)
+            for part, texts in parts.items():
+                if prompts := [text for text in texts if isinstance(text, Prompt)]:
+                    lessons[f"{part}_prompts"] = of_prompts(*asked, prompts, self.max_length, room)
+            content: dict[str, Any] = {"texts": {name: texts for name, (texts, _) in lessons.items()}}
+            content["counts"] = {name: counts for name, (_, counts) in lessons.items()}
+            write_artefact(path, *LESSONS_SCHEMA, content)
+        process.wait_for_everyone()
+        content, _ = read_artefact(path, *LESSONS_SCHEMA)
+        answers, counts = content["texts"], content["counts"]
+        learned = dict[str, list[Any]]()
+        for part, texts in parts.items():
+            replaced = (Problem, Prompt) if asks_problems else Prompt
+            answered = [Text(*text) for name in (part, f"{part}_prompts") for text in answers.get(name, ())]
+            learned[part] = answered + [text for text in texts if not isinstance(text, replaced)]
+        train, validation = learned.values()
+        if not train or (examples.validation and not validation) or answers.get("train_prompts") == []:
             raise InputError(f"of the teacher's answers too few are whole ({counts}); give another max_gen_toks")
-        note = {**examples.note, "lessons": counts}
-        lengths = [len(text.ids) for text in train]
+        note, lengths = {**examples.note, "lessons": counts}, [len(text.ids) for text in train]
         return replace(examples, train=train, validation=validation, lengths=lengths, note=note)
 
     @override
@@ -344,6 +336,11 @@ class LanguageHost(Host):
             inputs |= {"logits_to_keep": columns, LENGTH: common_prefix(inputs["input_ids"], int(columns[0]))}
         return inputs
 
+    @cached_property
+    def takes_logits_to_keep(self) -> bool:
+        """Whether the model can skip unused logits."""
+        return takes_logits_to_keep(self.skeleton(self.options.pretrained))
+
     @override
     def compared_texts(self, examples: TrainingExamples) -> list[tokens.Text]:
         # problems with their targets, one text each, whatever the student learns
@@ -353,24 +350,20 @@ class LanguageHost(Host):
             for number, text in enumerate(texts[:COMPARED])
         ]
 
-    @cached_property
-    def takes_logits_to_keep(self) -> bool:
-        """Whether the model can skip unused logits."""
-        return takes_logits_to_keep(self.skeleton(self.options.pretrained))
+    # ------------------------------------------------------------------ losses
 
     @override
     def items(self, inputs: Mapping[str, Any]) -> int:
         return int((inputs["labels"][:, 1:] != IGNORED).sum())
 
     @override
-    def task_loss(self, outputs: Any, inputs: Mapping[str, Any]) -> Tensor:
-        return cross_entropy(*_answer_logits(outputs, inputs), reduction="sum")
-
-    @override
-    def response_loss(self, teacher: Any, student: Any, inputs: Mapping[str, Any]) -> Tensor:
-        expected, actual = (_answer_logits(outputs, inputs)[0] for outputs in (teacher, student))
-        rows = min(expected.shape[-1], actual.shape[-1])  # padding rows belong to no token
-        return answer_divergence(expected[:, :rows], actual[:, :rows], self.options.temperature)
+    def loss(self, outputs: Any, inputs: Mapping[str, Any], teacher: Any = None) -> dict[str, Tensor]:
+        terms = {"task": cross_entropy(*_answer_logits(outputs, inputs), reduction="sum")}
+        if teacher is not None:
+            expected, actual = (_answer_logits(each, inputs)[0] for each in (teacher, outputs))
+            rows = min(expected.shape[-1], actual.shape[-1])  # padding rows belong to no token
+            terms["response"] = answer_divergence(expected[:, :rows], actual[:, :rows], self.options.temperature)
+        return terms
 
 
 def _answer_logits(outputs: Any, inputs: Mapping[str, Any]) -> tuple[Tensor, Tensor]:

@@ -1,15 +1,22 @@
-"""Terms of the distillation loss (the paper's eq. 7) as sums over a batch.
+"""Terms of the distillation loss (the paper's eq. 7) as sums over a batch, and which heads the feature term compares.
 
 The trainer divides them by counts over the whole update, so that accumulated batches equal a single large batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import log_softmax, logsigmoid
+
+from lmeval_prune.architectures import ModelMap
+from lmeval_prune.checkpoints.pruned import first_labels, kept_layers
+
+_OTHER_DROPOUT = ("resid", "hidden", "output")  # dropout in attention modules that is not applied to the maps
 
 
 def answer_divergence(teacher: Tensor, student: Tensor, temperature: float) -> Tensor:
@@ -72,5 +79,65 @@ def attention_distance(
 
 
 def _wide(x: Tensor) -> Tensor:
-    """Convert to at least float32."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+@dataclass(frozen=True)
+class LayerMap:
+    """The teacher's layer of each layer of the student, and the teacher's head of each head of the student.
+
+    Labels (`L5`) and numbers are each model's own.
+    """
+
+    layers: dict[str, str]
+    heads: dict[str, list[int]]
+
+    @classmethod
+    def of(cls, stages: Sequence[Mapping[str, Any]]) -> LayerMap:
+        """Follow the manifest's stages from the teacher, the model before the first of them, to the student."""
+        heads: dict[str, list[int]] = {}
+        for stage in stages:
+            heads = {
+                child: [heads[parent][head] if parent in heads else head for head in kept_heads]
+                for child, parent in kept_layers(stage).items()
+                if (kept_heads := stage["kept_heads"].get(parent)) is not None
+            }
+        return cls(first_labels(stages), heads)
+
+
+class Features:
+    """The feature term: attention maps of a student, each beside that of its teacher's head.
+
+    Args:
+        layers: the teacher's layers and heads of the student's.
+        student, teacher: both models' layers; the student's maps lose their dropout.
+        relative: whether the difference is divided by the teacher's squares.
+    """
+
+    def __init__(self, layers: LayerMap, student: ModelMap, teacher: ModelMap, relative: bool) -> None:
+        self.relative = relative
+        self.heads = [layers.heads[layer.label] for layer in student.attention]
+        numbers = {layer.label: number for number, layer in enumerate(teacher.attention)}
+        self.teacher_numbers = [numbers[layers.layers[layer.label]] for layer in student.attention]
+        turn_off_map_dropout(student)
+
+    def term(self, target: Any, outputs: Any, real: Tensor) -> Tensor:
+        """Return the feature term, summed over real positions, from the outputs of teacher and student."""
+        expected = [target.attentions[number] for number in self.teacher_numbers]
+        return attention_distance(expected, outputs.attentions, self.heads, real, self.relative)
+
+
+def turn_off_map_dropout(model_map: ModelMap) -> None:
+    """Turn off the dropout of attention maps, but not of residual streams.
+
+    Models return their maps after dropout, so the feature term would compare random draws.
+    """
+    for layer in model_map.attention:
+        for path, module in layer.module.named_modules():
+            if any(other in path for other in _OTHER_DROPOUT):
+                continue
+            if isinstance(module, nn.Dropout):
+                module.p = 0.0
+            for name, value in vars(module).items():
+                if "drop" in name and isinstance(value, float) and not any(other in name for other in _OTHER_DROPOUT):
+                    setattr(module, name, 0.0)

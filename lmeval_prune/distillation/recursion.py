@@ -7,34 +7,40 @@ so an interrupted distillation resumes with the first incomplete stage.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
-from contextlib import ExitStack
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import PartialState
 
-from lmeval_prune.architectures import loadable_fingerprints, map_model, weights_fingerprint
-from lmeval_prune.artefacts import ENVELOPE, Work, content_digest, output_lock, write_artefact
+from lmeval_prune.architectures import ModelMap, loadable_fingerprints, map_model, weights_fingerprint
+from lmeval_prune.artefacts import ENVELOPE, Work, check_same, content_digest, output_lock, write_artefact
 from lmeval_prune.athena.checkpoint import SETTINGS
 from lmeval_prune.checkpoints import embedded
 from lmeval_prune.checkpoints.pruned import read_manifest, removed_blocks
-from lmeval_prune.distance.summary import Summary, summarize_texts
+from lmeval_prune.distance.summary import summarize_texts
 from lmeval_prune.distance.tokens import logits_of, other_distances
-from lmeval_prune.distillation.features import LayerMap
 from lmeval_prune.distillation.host import NOTE, SCHEMA, VERSION, Host, TrainingExamples, read_note
-from lmeval_prune.distillation.lessons import read_lessons
-from lmeval_prune.distillation.options import DistillOptions
-from lmeval_prune.distillation.stages import check_pruning, cut_stage, foreign_methods
-from lmeval_prune.distillation.teachers import compared_layers, teacher_of
+from lmeval_prune.distillation.losses import LayerMap
+from lmeval_prune.distillation.options import FIRST, PREVIOUS, DistillOptions
 from lmeval_prune.distillation.trainer import DistillTrainer, check_arguments
 from lmeval_prune.errors import InputError
+from lmeval_prune.interventions.plan import Plan
+from lmeval_prune.pruners.allocation import Budget, share_of, unit_pools
+from lmeval_prune.pruners.base import Pruner, make_pruner
+from lmeval_prune.pruners.options import PruneOptions
+from lmeval_prune.pruners.parts import HEADS
+from lmeval_prune.pruners.schedule import EmptyPlanError, check_methods, cuttable_unit, resolve_options, stages
+from lmeval_prune.pruners.table import PRUNERS
+from lmeval_prune.registry import import_path
 from lmeval_prune.reporting.plot_style import COLOURS
-from lmeval_prune.training.curves import draw
-from lmeval_prune.training.resuming import check_contents, check_resumable, check_settings, result_settings
+from lmeval_prune.surgery.cut import Cut, check_cuttable, cut
+from lmeval_prune.training.trainer import digests, draw, result_settings
 
 TITLE = "Recursive distillation, stage by stage"
 LINES = {
@@ -45,40 +51,36 @@ LINES = {
     "eval_loss": ("all, validation", COLOURS[6], "--"),
 }
 LONGEST_WAIT = timedelta(days=7)  # of processes for each other
-_ENVELOPE = (*ENVELOPE, "files")  # fields that each written artefact gets again
 
 
-def distill(options: DistillOptions, host: Host | None = None) -> dict[str, Any]:
+def distill(options: DistillOptions) -> dict[str, Any]:
     """Prune and distil a model and write it; resume an interrupted distillation.
 
     Stages are in `OUTPUT.distilling` until the output is complete. A complete output stays as it is. `InputError` if an
     option is invalid (before any weights are read, if possible), or `output` is of other options or data.
     """
-    this_process()  # before transformers makes the group of processes, with a shorter wait
-    target, host = Path(options.output), host or make_host(options)
+    process = this_process()  # before transformers makes the group of processes, with a shorter wait
+    host, target = make_host(options), Path(options.output)
     options = host.options
     settings = result_settings(options)
-    for name, folder in (("pretrained", options.pretrained), ("teacher", options.other_teacher)):
-        if folder:
-            settings |= {name: host.identity(folder), f"{name}_files": host.configuration(folder)}
+    for name, model in (("pretrained", options.pretrained), ("teacher", options.other_teacher)):
+        if model:
+            settings |= {name: host.identity(model), f"{name}_files": host.configuration(model)}
     settings |= foreign_methods(options)
     if options.prompts:
         settings |= {"prompts": "", "prompts_file": content_digest(options.prompts)}
     work = target.with_name(f"{target.name}.distilling")
     if (target / NOTE).is_file():
         stored = read_note(target)["options"]
-        check_settings(settings, stored, target)
-        check_contents(host.contents(), stored, target)
+        check_same(stored, settings | digests(host.contents(), stored), target)
+    elif target.exists() and (target.is_file() or any(target.iterdir())):
+        raise InputError(f"{target} exists and is not a distilled model; name another output")
     else:
-        if target.exists() and (target.is_file() or any(target.iterdir())):
-            raise InputError(f"{target} exists and is not a distilled model; name another output")
-        check_resumable(work, settings)
+        progress = Work(work, settings | digests(host.contents()))
         check(host)
-        with ExitStack() as stack:
-            if this_process().is_main_process:
-                stack.enter_context(output_lock(target))
-            _run_stages(host, settings, target, work)
-    if this_process().is_main_process:
+        with output_lock(target) if process.is_main_process else nullcontext():
+            _run_stages(host, progress, target)
+    if process.is_main_process:
         shutil.rmtree(work, ignore_errors=True)
     return read_note(target)
 
@@ -94,8 +96,7 @@ def this_process() -> Any:
 
 def make_host(options: DistillOptions) -> Host:
     """Make the host for the model; `InputError` if the options do not suit it."""
-    folder = Path(options.pretrained)
-    if (folder / SETTINGS).is_file():
+    if (Path(options.pretrained) / SETTINGS).is_file():
         from lmeval_prune.distillation.athena_host import AthenaHost
 
         return AthenaHost(options)
@@ -107,51 +108,45 @@ def make_host(options: DistillOptions) -> Host:
 
 def check(host: Host) -> None:
     """Check options, model and teacher without reading weights; `InputError` if they do not fit."""
-    options = host.options
-    skeleton = host.skeleton(options.pretrained)
-    model_map = map_model(skeleton)
-    host.check_layers()
-    check_pruning(options, model_map)
+    options, removal = host.options, host.options.removal()
+    model_map = map_model(host.skeleton(options.pretrained))
+    host.check()
+    if removal.ratio or removal.ffn_ratio:
+        pruners = stage_pruners(options, 0)
+        removal = _resolved(removal, options, model_map, *pruners)
+        check_methods(*pruners, model_map, replace(removal, steps=1), True)
+        has_heads = HEADS in removal.kinds
+        check_cuttable(model_map, has_heads)
+        if has_heads and removal.unit == "head" and any(1 < x.kv_heads < x.heads for x in model_map.attention):
+            raise InputError(
+                "unit=head keeps zeroed heads in groups, which training would change; use group or balanced"
+            )
     check_arguments(options)
     if options.other_teacher:
         host.check_teacher(options.other_teacher)
-    host.check()
 
 
-def _run_stages(host: Host, settings: dict[str, Any], target: Path, work: Path) -> None:
+def _run_stages(host: Host, progress: Work, target: Path) -> None:
     """Run the incomplete stages in order."""
-    options = host.options
-    settings = {**settings, **{name: content() for name, content in host.contents().items()}}
-    progress = Work(work, settings)
+    options, process = host.options, this_process()
     examples = host.examples()
     if not examples.validation and options.best_by == "loss":  # an ATHENA's is that of its own training
         raise InputError("best_by needs a validation split, and the model was trained without one; give validation")
-    this_process().wait_for_everyone()
-    if this_process().is_main_process:
+    process.wait_for_everyone()
+    if process.is_main_process:
         progress.begin()
         print(f"texts: {_counts(examples.note)}", flush=True)
     if options.asks_teacher and (options.epochs or not examples.questions):  # scores read answers to prompts alone
-        examples = _taught(host, examples, work)
-    note = {"model": options.pretrained, "options": settings, "material": examples.note, "stages": []}
+        examples = host.taught(examples, progress.folder)
+        if process.is_main_process:
+            print(f"teacher: {_counts(examples.note['lessons'])}", flush=True)
+    note = {"model": options.pretrained, "options": progress.settings, "material": examples.note, "stages": []}
     parent = options.pretrained
     for number in range(1, options.stages + 1):
-        folder = target if number == options.stages else work / f"stage{number}"
+        folder = target if number == options.stages else progress.folder / f"stage{number}"
         if not (folder / NOTE).is_file():
-            Stage(host, examples, number, parent, note, work, folder).run()
+            _run_stage(host, examples, number, parent, note, progress.folder / f"stage{number}", folder)
         parent, note = str(folder), read_note(folder)
-
-
-def _taught(host: Host, examples: TrainingExamples, work: Path) -> TrainingExamples:
-    """Return the examples with answers of the teacher, which one process asks once."""
-    process = this_process()
-    if process.is_main_process and read_lessons(work) is None:
-        print("asking the teacher", flush=True)
-        host.ask_teacher(examples, work, process.device)
-    process.wait_for_everyone()
-    examples = host.taught(examples, work)
-    if process.is_main_process:
-        print(f"teacher: {_counts(examples.note['lessons'])}", flush=True)
-    return examples
 
 
 def _counts(note: Mapping[str, Any]) -> str:
@@ -161,94 +156,174 @@ def _counts(note: Mapping[str, Any]) -> str:
     return ", ".join(parts)
 
 
-@dataclass
-class Stage:
-    """A stage of a distillation."""
+# ---------------------------------------------------------------------- a stage
 
-    host: Host
-    examples: TrainingExamples
-    number: int  # from 1
-    parent: str  # folder or name of the model to prune, which is also the teacher
-    note: dict[str, Any]  # fields of `distillation.json` after the previous stage
-    work: Path  # folder of incomplete files
-    folder: Path  # folder of the result
-    process: Any = field(default_factory=this_process)
 
-    def run(self) -> None:
-        """Cut, train and write; an interrupted stage resumes from the cut model or its last checkpoint."""
-        options = self.host.options
-        smaller, checkpoints = (self.work / f"stage{self.number}.{name}" for name in ("cut", "training"))
-        if self.process.is_main_process and not smaller.is_dir():
-            print(f"stage {self.number} of {options.stages}: scoring and cutting", flush=True)
-            model: Any = self.host.read(self.parent).to(self.process.device)
-            finished = self.work / f"stage{self.number}.scoring"
-            result = cut_stage(self.host, model, self.number, self.examples, finished)
-            self.host.write(self.host.with_backbone(model, result.model.cpu()), result.manifest, smaller)
-            shutil.rmtree(finished, ignore_errors=True)
-            del model, result
-        self.process.wait_for_everyone()
-        manifest = read_manifest(self.host.backbone_folder(smaller)) or {}
-        student: Any = self.host.read(str(smaller))
-        training: dict[str, Any] = {"best_epoch": 0, "log": []}
-        if options.epochs:
-            training = self._train(student, manifest["stages"], checkpoints)
-        self.process.wait_for_everyone()
-        if self.process.is_main_process:
-            distance = self._distance(student.eval())
-            self._write(student.cpu(), manifest, training | ({"distance": distance} if distance else {}))
-            shutil.rmtree(smaller, ignore_errors=True)
-            shutil.rmtree(checkpoints, ignore_errors=True)
-        self.process.wait_for_everyone()
+def _run_stage(
+    host: Host, examples: TrainingExamples, number: int, parent: str, note: Mapping[str, Any], work: Path, folder: Path
+) -> None:
+    """Cut, train and write; an interrupted stage resumes from the cut model or its last checkpoint.
 
-    def _train(self, student: Any, stages: list[dict[str, Any]], checkpoints: Path) -> dict[str, Any]:
-        """Train the student; return the best epoch and the log."""
-        host = self.host
-        teacher = host.read(teacher_of(host, self.parent)) if host.options.uses_teacher else None
-        layers = compared_layers(host, self.number, stages)
-        return DistillTrainer(host, student, teacher, layers, self.examples, checkpoints, self.number).run()
-
-    def _distance(self, student: Any) -> Summary:
-        """Summarise the distance of the student's answers from the unpruned model's; empty without texts to compare."""
-        texts = self.host.compared_texts(self.examples)
-        if not texts:
-            return {}
-        dense: Any = self.host.read(self.host.options.pretrained)
-        device = self.process.device
-        return summarize_texts(other_distances(logits_of(dense.to(device)), logits_of(student.to(device)), texts))
-
-    def _write(self, student: Any, manifest: dict[str, Any], training: dict[str, Any]) -> None:
-        """Write the trained model with `distillation.json`; after the last stage also loss curves and card."""
-        head_share, channel_share = self.host.options.removal().shares(self.number)
-        unpruned = LayerMap.of(manifest["stages"][-self.number :])
+    Args:
+        host: the kind of model.
+        examples: what is trained on.
+        number: of the stage, from 1.
+        parent: folder or name of the model to prune.
+        note: fields of `distillation.json` after the previous stage.
+        work: path of incomplete files, without an ending.
+        folder: of the result.
+    """
+    options, process = host.options, this_process()
+    smaller, checkpoints, scoring = (work.with_suffix(f".{name}") for name in ("cut", "training", "scoring"))
+    if process.is_main_process and not smaller.is_dir():
+        print(f"stage {number} of {options.stages}: scoring and cutting", flush=True)
+        model: Any = host.read(parent).to(process.device)
+        result = cut_stage(host, model, number, examples, scoring)
+        host.write(host.with_backbone(model, result.model.cpu()), result.manifest, smaller, lambda _: None)
+        shutil.rmtree(scoring, ignore_errors=True)
+        del model, result
+    process.wait_for_everyone()
+    manifest = read_manifest(host.backbone_folder(smaller)) or {}
+    cuts, student = manifest["stages"], host.read(str(smaller))
+    training: dict[str, Any] = {"best_epoch": 0, "log": []}
+    if options.epochs:
+        name = {PREVIOUS: parent, FIRST: options.pretrained}.get(options.teacher, options.teacher)
+        teacher = host.read(name) if options.uses_teacher else None
+        if options.other_teacher:
+            layers = LayerMap.of(stages_since(cuts, map_model(host.skeleton(name)).signature()) or [])
+        else:
+            layers = LayerMap.of(cuts[-number:] if options.teacher == FIRST else cuts[-1:])
+        training = DistillTrainer(host, student, teacher, layers, examples, checkpoints, number).run()
+        del teacher
+    process.wait_for_everyone()
+    if process.is_main_process:
+        if texts := host.compared_texts(examples):  # distance of the student's answers from the unpruned model's
+            dense, cut_model = (model.to(process.device) for model in (host.read(options.pretrained), student.eval()))
+            training["distance"] = summarize_texts(other_distances(logits_of(dense), logits_of(cut_model), texts))
+            del dense
+        student, unpruned = student.cpu(), LayerMap.of(cuts[-number:])
+        head_share, channel_share = options.removal().shares(number)
         stage = {
-            "stage": self.number,
+            "stage": number,
             "ratio": head_share,
             "ffn_ratio": channel_share,
-            "removed": manifest["stages"][-1]["removed"],
+            "removed": cuts[-1]["removed"],
             # labels, head numbers and names of blocks of the unpruned model
             "heads": {unpruned.layers[label]: heads for label, heads in unpruned.heads.items()},
-            "removed_blocks": removed_blocks(manifest["stages"][-self.number :])[-1],
+            "removed_blocks": removed_blocks(cuts[-number:])[-1],
             "parameters": sum(parameter.numel() for parameter in student.parameters()),
             **training,
         }
-        note = {**_content(self.note), "stages": [*self.note["stages"], stage]}
-        backbone = self.host.backbone(student)
+        written = {**_content(note), "stages": [*note["stages"], stage]}
+        backbone = host.backbone(student)
         manifest = {
             **_content(manifest),
             "weights": loadable_fingerprints(backbone, weights_fingerprint(backbone)),
-            **{name: self.examples.note[name] for name in ("trained_on", "validated_on")},
+            **{name: examples.note[name] for name in ("trained_on", "validated_on")},
         }
 
-        def add_files(folder: Path) -> None:
-            write_artefact(folder / NOTE, SCHEMA, VERSION, note)
-            if self.number == self.host.options.stages:
-                if self.host.options.epochs:
-                    draw(note["stages"], LINES, TITLE, folder / "distillation")
-                self.host.write_card(student, manifest, note, folder)
+        def add_files(temporary: Path) -> None:
+            write_artefact(temporary / NOTE, SCHEMA, VERSION, written)
+            if number == options.stages:  # also loss curves and card
+                if options.epochs:
+                    draw(written["stages"], LINES, TITLE, temporary / "distillation")
+                host.write_card(student, manifest, written, temporary)
 
-        self.host.write(student, manifest, self.folder, add_files)
+        host.write(student, manifest, folder, add_files)
+        shutil.rmtree(smaller, ignore_errors=True)
+        shutil.rmtree(checkpoints, ignore_errors=True)
+    process.wait_for_everyone()
 
 
-def _content(artefact: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of an artefact without its envelope."""
-    return {name: value for name, value in artefact.items() if name not in _ENVELOPE}
+def _content(artefact: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of an artefact without those that each written one gets again."""
+    return {name: value for name, value in artefact.items() if name not in (*ENVELOPE, "files")}
+
+
+def stages_since(
+    stages: Sequence[Mapping[str, Any]], signature: Mapping[str, Any]
+) -> Sequence[Mapping[str, Any]] | None:
+    """Return the stages from the first whose parent has a model's signature; None if there is none.
+
+    Parents of equal signature have the same heads: no stage between them removed any.
+    """
+    for number, stage in enumerate(stages):
+        if all(stage["parent"].get(name) == value for name, value in signature.items()):
+            return stages[number:]
+    return None
+
+
+# ---------------------------------------------------------------------- what a stage removes
+
+
+def foreign_methods(options: DistillOptions) -> dict[str, str]:
+    """Return import path and version of each pruner from another package, which its name does not determine."""
+    kinds = {name: PRUNERS.load(name) for name in options.methods if name not in PRUNERS.own}
+    return {f"{name}_class": f"{import_path(kind)}, version {kind.version}" for name, kind in kinds.items()}
+
+
+def stage_pruners(options: DistillOptions, stage: int) -> tuple[Pruner, Pruner]:
+    """Make the pruners of heads and of channels in a stage; random ones draw again in each."""
+    pruners: list[Any] = [make_pruner(*method) for method in options.methods.items()]
+    seeded = [replace(x, seed=(1000 * stage + x.seed) % 2**31) if hasattr(x, "seed") else x for x in pruners]
+    return seeded[0], seeded[-1]
+
+
+def cut_stage(host: Host, model: Any, stage: int, examples: TrainingExamples, work: Path) -> Cut:
+    """Score a model and cut the scheduled share of a stage, which is nothing if earlier stages removed enough.
+
+    `model` is that of the previous stage. In `work` is what is finished, so that a killed run resumes.
+    """
+    options, backbone = host.options, host.backbone(model)
+    model_map, removal = map_model(backbone), options.removal()
+    if not removal.ratio and not removal.ffn_ratio:
+        return cut(backbone, Plan())
+    (heads, channels), unpruned = stage_pruners(options, stage), map_model(host.skeleton(options.pretrained))
+    # units and parts are those that suit the unpruned model
+    within = _resolved(removal, options, unpruned, heads, channels)
+    schedule = replace(within, p_min=removal.p_min, growth=removal.growth, steps=removal.steps)
+    step = stage_pruning(schedule, stage, unpruned, model_map, within.allocation or heads.allocation)
+    step = replace(step, steps=options.steps)
+    text, progress = host.calibration(examples, model), partial(print, flush=True)
+    try:
+        *_, plan = stages(heads, model_map, step, text, channels, progress=progress, work=work)
+    except EmptyPlanError:
+        print(f"stage {stage} of {options.stages} removes nothing, as the earlier ones removed enough", flush=True)
+        plan = Plan()
+    return cut(backbone, plan)
+
+
+def _resolved(
+    removal: PruneOptions, options: DistillOptions, model_map: ModelMap, heads: Pruner, channels: Pruner
+) -> PruneOptions:
+    """Return the options of the steps of one stage, which go evenly from its beginning to its end."""
+    if removal.budget == "heads" and HEADS in removal.kinds:  # fillers would be trained again
+        removal = replace(removal, unit=removal.unit or cuttable_unit(model_map, heads))
+    within = replace(removal, p_min=0.0, growth=1.0, steps=options.steps)
+    return resolve_options(within, heads, model_map, channels)
+
+
+def stage_pruning(
+    pruning: PruneOptions, stage: int, unpruned: ModelMap, model_map: ModelMap, allocation: str
+) -> PruneOptions:
+    """Convert shares of the unpruned model into shares of a stage's model; stages count from 1."""
+    single_step: dict[str, Any] = {"p_min": 0.0, "steps": 1, "growth": 1.0}
+    if pruning.budget != "heads":
+        before, left = _counted(unpruned, pruning, allocation), _counted(model_map, pruning, allocation)
+        due = pruning.shares(stage)[0] * before - (before - left)
+        return replace(pruning, ratio=max(0.0, due) / left if left else 0.0, **single_step)
+    head_share, channel_share = pruning.shares(stage)
+    ratios = []
+    for share, sizes, remaining in (
+        (head_share, [layer.heads for layer in unpruned.attention], model_map.total_heads),
+        (channel_share, list(unpruned.channels().values()), sum(model_map.channels().values())),
+    ):
+        totals = sizes if allocation == "uniform" else [sum(sizes)]
+        removed = sum(sizes) - remaining
+        ratios.append(max(0, sum(share_of(share, size) for size in totals) - removed) / max(1, remaining))
+    return replace(pruning, ratio=ratios[0], ffn_ratio=ratios[1], **single_step)
+
+
+def _counted(model_map: ModelMap, pruning: PruneOptions, allocation: str) -> float:
+    """Return the parameters that the budget counts in a model."""
+    return sum(pool.total for pool in unit_pools(model_map, Budget(pruning.kinds, pruning.ratio, allocation, pruning)))

@@ -12,25 +12,78 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.data import Sampler
-from transformers import TrainingArguments
+from transformers import DynamicCache, TrainingArguments
+from transformers.cache_utils import DynamicLayer
 
-from lmeval_prune.architectures import map_model
-from lmeval_prune.distillation.common_prefix import LENGTH, forward_in_parts, runs_in_parts
-from lmeval_prune.distillation.features import Features, LayerMap
-from lmeval_prune.distillation.host import METRICS, BestBy, Host, TrainingExamples
+from lmeval_prune.architectures import cache_argument, map_model
+from lmeval_prune.distillation.host import SOLVED_THEN_LOSS, Host, TrainingExamples
+from lmeval_prune.distillation.losses import Features, LayerMap
 from lmeval_prune.distillation.options import DistillOptions
 from lmeval_prune.errors import InputError
 from lmeval_prune.interventions.attention_call import eager_attention
-from lmeval_prune.training.trainer import Progress, ResumableTrainer, training_arguments
+from lmeval_prune.training.trainer import ACCURACY, Progress, ResumableTrainer, training_arguments
 
 TERMS = ("response", "feature", "task")
+LENGTH = "common_prefix"  # input with the number of tokens with which all texts of a batch begin
+LEAST = 4  # shorter ones cost more than they save
 EAGER_TOKENS = 256  # of the longest text, on a CPU in bfloat16: with more, eager attention needs much memory
-SOLVED_THEN_LOSS = "eval_solved_then_loss"
-# Metric in the log that chooses the best epoch, and whether higher is better.
-CHOOSING: dict[BestBy | None, tuple[str, bool]] = {
-    "accuracy": (SOLVED_THEN_LOSS, True),
-    "loss": (METRICS["loss"], False),
-}
+
+
+# ---------------------------------------------------------------------- common prefixes
+
+# The tokens with which all texts of a batch begin (in a chat template, the system turn) run once instead of once a
+# text, in training, too. Loss and gradients stay the same: keys and values of the prefix are repeated for each text,
+# and the gradients of the copies add up.
+
+
+def common_prefix(ids: Tensor, first: int) -> int:
+    """Return the number of tokens that all rows begin with, before the first token whose logits are needed.
+
+    Args:
+        ids: token ids, (texts, tokens).
+        first: smallest index of a token whose logits are needed.
+    """
+    equal = (ids == ids[:1]).all(0)[:first].long().cumprod(0)
+    length = int(equal.sum())
+    return length if len(ids) > 1 and length >= LEAST else 0
+
+
+def runs_in_parts(model: Any) -> bool:
+    """Return whether a model in training gives the same outputs if a prefix of its texts is run before the rest.
+
+    It does with a cache that keeps all tokens, and without dropout, which draws for each token of each text.
+    """
+
+    def suits(module: nn.Module) -> bool:
+        rates = vars(module) if not isinstance(module, nn.Dropout) else {"drop": float(module.p)}
+        drops = any("drop" in name and isinstance(rate, float) and rate > 0 for name, rate in rates.items())
+        return not drops and not getattr(module, "gradient_checkpointing", False)
+
+    if not model._supports_default_dynamic_cache():
+        return False
+    layers = DynamicCache(config=model.config).layers
+    return all(type(layer) is DynamicLayer for layer in layers) and all(map(suits, model.modules()))
+
+
+def forward_in_parts(model: Any, inputs: Mapping[str, Any]) -> Any:
+    """Return the outputs of a model for a batch whose common prefix is run once; logits are those of the other tokens.
+
+    Args:
+        model: a causal language model for which `runs_in_parts` is true.
+        inputs: its inputs with `logits_to_keep`, an index tensor, and `common_prefix`, 0 if there is none.
+    """
+    values = dict(inputs)
+    length = values.pop(LENGTH, 0)
+    if not length:
+        return model(**values)
+    ids, columns = values.pop("input_ids"), values.pop("logits_to_keep")
+    prefix = cache_argument(model(input_ids=ids[:1, :length], use_cache=True, logits_to_keep=1))
+    for cache in prefix.values():
+        cache.batch_repeat_interleave(len(ids))
+    return model(input_ids=ids[:, length:], logits_to_keep=columns - length, **prefix, **values)
+
+
+# ---------------------------------------------------------------------- training
 
 
 class Student(nn.Module):
@@ -49,19 +102,15 @@ class Student(nn.Module):
 
     def state_dict(self, *args: Any, **settings: Any) -> Any:
         """Return the state dict with tied tensors under their first name only."""
-        first_names = self._first_names()
-        state = super().state_dict(*args, **settings)
-        return {name: tensor for name, tensor in state.items() if first_names.get(name, name) == name}
+        first_names = dict[int, str]()
+        for name, tensor in super().state_dict(keep_vars=True).items():
+            first_names.setdefault(id(tensor), name)
+        state, names = super().state_dict(*args, **settings), {*first_names.values()}
+        return {name: tensor for name, tensor in state.items() if name in names}
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **settings: Any) -> Any:
-        """Load a state dict that `state_dict` returned."""
-        tied = {name: state_dict[first] for name, first in self._first_names().items() if first in state_dict}
-        return super().load_state_dict({**state_dict, **tied}, *args, **settings)
-
-    def _first_names(self) -> dict[str, str]:
-        """Map each tensor name to the first name of the same tensor."""
-        tensors, first_names = super().state_dict(keep_vars=True), dict[int, str]()
-        return {name: first_names.setdefault(id(tensor), name) for name, tensor in tensors.items()}
+        """Load a state dict that `state_dict` returned; tensors that it lacks are tied to others."""
+        return super().load_state_dict({**super().state_dict(), **state_dict}, *args, **settings)
 
 
 class PaddedOrder(Sampler[int]):
@@ -72,10 +121,7 @@ class PaddedOrder(Sampler[int]):
 
     def __init__(self, order: Any, count: int) -> None:
         self.order, self.count = order, count
-
-    def set_epoch(self, epoch: int) -> None:
-        """Choose the order of an epoch."""
-        self.order.set_epoch(epoch)
+        self.set_epoch = order.set_epoch
 
     def __len__(self) -> int:
         return self.count
@@ -97,7 +143,7 @@ def collate_with_padding(host: Host, stand_in: Any, examples: Sequence[Any]) -> 
 
 
 class DistillTrainer(ResumableTrainer):
-    """Trainer of a student with an optional teacher."""
+    """Trainer of a student with an optional teacher, of which `layers` are compared."""
 
     def __init__(
         self,
@@ -112,11 +158,11 @@ class DistillTrainer(ResumableTrainer):
         self.host, self.student, self.teacher, self.examples = host, model, teacher, examples
         self.options = options = host.options
         self.features: Features | None = None
-        self._training_sums: dict[str, Tensor] = {}
+        self._training_sums: dict[str, Tensor] = {}  # of terms since the last log
         self._updates = 0
-        self._validation_sums: dict[str, Any] = {}
-        best_by = host.best_by if examples.validation else None
-        arguments = distillation_arguments(options, work, stage, best_by)
+        self._validation_sums: dict[str, Tensor] = {}  # of terms and their divisors, (2,)
+        validates = bool(examples.validation)
+        arguments = distillation_arguments(options, work, stage, validates, host.best_by if validates else None)
         self.padded_train = padded(examples.train, arguments.train_batch_size * arguments.world_size)
         super().__init__(
             Student(model, host.backbone(model)),
@@ -125,6 +171,7 @@ class DistillTrainer(ResumableTrainer):
             self.padded_train,
             padded(examples.validation, arguments.eval_batch_size * arguments.world_size),
             examples.lengths,
+            self.validation_metrics,
             Progress(f"stage {stage} of {options.stages}, ", options.stages - stage),
         )
         if teacher is not None:
@@ -134,15 +181,19 @@ class DistillTrainer(ResumableTrainer):
                 self.features = Features(layers, of_student, of_teacher, options.normalize == "teacher")
 
     def run(self) -> dict[str, Any]:
-        """Train from the last complete checkpoint; `uses_eager_attention` tells by which attention."""
+        """Train from the last complete checkpoint."""
         if self.args.n_gpu > 1:
             raise InputError("a process can use a single GPU: use `accelerate launch`, or set CUDA_VISIBLE_DEVICES")
         with ExitStack() as stack:
             if self.uses_eager_attention:
-                for model in (self.student, self.teacher):
-                    if model is not None:
-                        stack.enter_context(eager_attention(self.host.backbone(model)))
+                for model in self.models:
+                    stack.enter_context(eager_attention(self.host.backbone(model)))
             return super().run()
+
+    @property
+    def models(self) -> list[Any]:
+        """The student and, if there is one, its teacher."""
+        return [model for model in (self.student, self.teacher) if model is not None]
 
     @property
     def uses_eager_attention(self) -> bool:
@@ -154,7 +205,7 @@ class DistillTrainer(ResumableTrainer):
             return True
         if self.args.device.type != "cpu" or not self.args.bf16 or max(self.examples.lengths) > EAGER_TOKENS:
             return False
-        configs = [self.host.backbone(model).config for model in (self.student, self.teacher) if model is not None]
+        configs = [self.host.backbone(model).config for model in self.models]
         return all(
             getattr(config, "_attn_implementation", None) == "sdpa"
             and getattr(config, "attn_logit_softcapping", None) is None
@@ -169,7 +220,7 @@ class DistillTrainer(ResumableTrainer):
         """
         if self.options.uses_attention_maps or self.args.device.type != "cpu":
             return False
-        return all(runs_in_parts(model) for model in (self.student, self.teacher) if model is not None)
+        return all(runs_in_parts(model) for model in self.models)
 
     def counts(self, batches: Sequence[Mapping[str, Any]]) -> Tensor:
         """Return the numbers of items and of real tokens, or their pairs, in the batches that are not idle."""
@@ -189,7 +240,7 @@ class DistillTrainer(ResumableTrainer):
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
         counts = self.counts(batches).to(device, torch.float32 if device.type == "mps" else torch.float64)
         self._updates += bool(batches)
-        return batches, self.accelerator.reduce(counts, "sum") if self.args.world_size > 1 else counts
+        return batches, self._over_processes(counts)
 
     def compute_loss(
         self,
@@ -207,25 +258,31 @@ class DistillTrainer(ResumableTrainer):
         if "idle" in inputs:
             terms = {name: 0 * term for name, term in terms.items()}
         loss = self.total(terms)
-        self._record(terms, counts, model.training)
+        for name, term in terms.items():
+            if model.training:
+                self._training_sums[name] = self._training_sums.get(name, 0.0) + term.detach()
+            else:
+                count = self.count_of(name, counts)
+                sums = torch.stack([term.detach() * count, count])
+                self._validation_sums[name] = self._validation_sums.get(name, 0.0) + sums
         if model.training:
             loss = loss * self.accelerator.num_processes  # because gradients are averaged over processes
         return (loss, outputs) if return_outputs else loss
 
     def losses(self, model: nn.Module, inputs: dict[str, Any], counts: Tensor) -> tuple[Any, dict[str, Tensor]]:
         """Return the student's outputs on a batch and the terms of the loss, divided by the counts."""
-        options, features = self.options, self.features
+        options, features, target = self.options, self.features, None
         further = {} if features is None else {"output_attentions": True}
         outputs = model(**inputs, **further)
-        sums = {"task": self.host.task_loss(outputs, inputs)}
         if self.teacher is not None:
             with torch.no_grad(), self.accelerator.autocast():
                 others = {name: value for name, value in inputs.items() if name != "labels"}
                 target = forward_in_parts(self.teacher, {**others, **further})
-            if "response" in options.terms:
-                sums["response"] = options.temperature**2 * self.host.response_loss(target, outputs, inputs)
-            if features is not None:
-                sums["feature"] = features.term(target, outputs, inputs["attention_mask"])
+        sums = self.host.loss(outputs, inputs, target if "response" in options.terms else None)
+        if "response" in sums:
+            sums["response"] = options.temperature**2 * sums["response"]
+        if features is not None:
+            sums["feature"] = features.term(target, outputs, inputs["attention_mask"])
         return outputs, {name: total / self.count_of(name, counts) for name, total in sums.items()}
 
     def total(self, terms: Mapping[str, Any]) -> Any:
@@ -233,58 +290,40 @@ class DistillTrainer(ResumableTrainer):
         distillation = sum(terms[name] for name in ("response", "feature") if name in terms)
         return self.options.task_weight * terms["task"] + self.options.distill_weight * distillation
 
-    def _record(self, terms: Mapping[str, Tensor], counts: Tensor, training: bool) -> None:
-        for name, term in terms.items():
-            if training:
-                self._training_sums[name] = self._training_sums.get(name, 0.0) + term.detach()
-            else:
-                count = self.count_of(name, counts)
-                total, total_count = self._validation_sums.get(name, (0.0, 0.0))
-                self._validation_sums[name] = (total + term.detach() * count, total_count + count)
-
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log the terms of the loss as means over updates."""
         if "loss" in logs and self._training_sums:
             for name in TERMS:
                 if name in self._training_sums:
-                    logs[name] = self._over_processes(self._training_sums[name]) / self._updates
+                    logs[name] = float(self._over_processes(self._training_sums[name])) / self._updates
             logs["loss"] = self.total(logs)  # transformers rounds it to four digits
             self._training_sums, self._updates = {}, 0
         super().log(logs, start_time)
 
-    def _over_processes(self, value: Tensor) -> float:
-        return float(self.accelerator.reduce(value, "sum") if self.args.world_size > 1 else value)
+    def _over_processes(self, value: Tensor) -> Any:
+        return self.accelerator.reduce(value, "sum") if self.args.world_size > 1 else value
 
-    def further_metrics(self) -> dict[str, float]:
-        """Return the mean terms over the validation split, and the metrics of the host."""
-        terms = {
-            name: self._over_processes(total) / self._over_processes(count)
-            for name, (total, count) in self._validation_sums.items()
-        }
+    def validation_metrics(self) -> dict[str, float]:
+        """Return the mean terms over the validation split, and the share of its problems solved, if that is counted."""
+        sums = {name: self._over_processes(pair).tolist() for name, pair in self._validation_sums.items()}
+        terms = {name: total / count for name, (total, count) in sums.items()}
         self._validation_sums = {}
         metrics = {f"eval_{name}": value for name, value in terms.items()} | {"eval_loss": self.total(terms)}
-        return metrics | self._solved(terms["task"])
-
-    def _solved(self, loss: float) -> dict[str, float]:
-        """Return the share of validation problems that the student solves, if that chooses the epoch."""
-        if self.host.best_by != "accuracy":
-            return {}
-        problems, processes = self.examples.problems, self.args.world_size
-        count = self.host.count_solved(self.student.eval(), problems[self.args.process_index :: processes])
-        solved = self._over_processes(torch.tensor(float(count), device=self.args.device))
-        order = solved_then_loss(solved, loss, len(problems))
-        return {METRICS["accuracy"]: solved / len(problems), SOLVED_THEN_LOSS: order}
+        problems, own = self.examples.problems, slice(self.args.process_index, None, self.args.world_size)
+        count = self.host.count_solved(self.student.eval(), problems[own])
+        if count is not None:
+            solved = float(self._over_processes(torch.tensor(float(count), device=self.args.device)))
+            order = solved_then_loss(solved, terms["task"], len(problems))
+            metrics |= {ACCURACY: solved / len(problems), SOLVED_THEN_LOSS: order}
+        return metrics
 
     def _get_train_sampler(self, train_dataset: Any = None) -> PaddedOrder:
         return PaddedOrder(super()._get_train_sampler(train_dataset), len(self.padded_train))
 
 
 def solved_then_loss(solved: float, loss: float, problems: int) -> float:
-    """Return a number that orders epochs by the number of solved problems, and equal ones by their loss, at least 0.
-
-    It is (solved + 1 / (2 + loss)) / problems: the loss adds less than one problem.
-    """
-    return (solved + 1 / (2 + loss)) / problems
+    """Return a number that orders epochs by the number of solved problems, and equal ones by their loss, at least 0."""
+    return (solved + 1 / (2 + loss)) / problems  # the loss adds less than one problem
 
 
 # Arguments of transformers that follow from options of `distill`, have no effect here, or break the loss, the order of
@@ -313,14 +352,15 @@ def distillation_arguments(
     options: DistillOptions,
     work: Path,
     stage: int = 1,
-    best_by: BestBy | None = None,
+    validates: bool = False,
+    best_by: tuple[str, bool] | None = None,
 ) -> TrainingArguments:
-    """Make transformers' arguments of a stage; each stage has its own seed. `best_by` is None without validation."""
+    """Make transformers' arguments of a stage; each stage has its own seed."""
     defaults = {"per_device_eval_batch_size": 16, "weight_decay": 0.01, "warmup_steps": 0.06, "max_grad_norm": 5.0}
     return training_arguments(
         work,
-        best_by is not None,
-        CHOOSING.get(best_by),
+        validates,
+        best_by,
         num_train_epochs=options.epochs,
         per_device_train_batch_size=options.batch,
         learning_rate=options.rate,

@@ -1,22 +1,61 @@
-"""Resumable transformers Trainer on batches of similar length."""
+"""Resumable transformers Trainer on batches of similar length; digests that its checkpoints go with; loss curves."""
 
 from __future__ import annotations
 
+import json
+import logging
 import random
+import shutil
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.utils.data import Sampler
 from transformers import EarlyStoppingCallback, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
+from typing_extensions import TypedDict
 
 from lmeval_prune.architectures.precision import fast_products
+from lmeval_prune.architectures.sublayer_names import compact_names
+from lmeval_prune.artefacts import read_json
 from lmeval_prune.attributes import replaced
 from lmeval_prune.errors import InputError
-from lmeval_prune.training.resuming import last_checkpoint
+from lmeval_prune.reporting.plot_style import COLOURS, figure, save
+
+logger = logging.getLogger(__name__)
+
+ACCURACY = "eval_accuracy"
+
+# ---------------------------------------------------------------------- what a result depends on
+
+
+def result_settings(options: Any) -> dict[str, Any]:
+    """Return the options that the result depends on, as JSON: all except paths."""
+    settings = json.loads(json.dumps(asdict(options)))
+    return {name: value for name, value in settings.items() if name not in ("output", "data_dir")}
+
+
+def digests(sources: Mapping[str, Callable[[], str]], finished: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Return digests of what is trained on, by their names in the settings.
+
+    A finished result does not need it: what cannot be read any more counts as in `finished`, with a warning.
+    """
+    found = dict[str, Any]()
+    for name, read in sources.items():
+        try:
+            found[name] = read()
+        except (InputError, OSError) as error:
+            if finished is None:
+                raise
+            logger.warning("whether %s is the same as before is not known: %s", name, error)
+            found[name] = finished.get(name)
+    return found
+
+
+# ---------------------------------------------------------------------- trainer
 
 
 class BatchesByLength(Sampler[int]):
@@ -49,18 +88,17 @@ class BatchesByLength(Sampler[int]):
 
 
 class Progress(TrainerCallback):
-    """Callback that prints the remaining time at each log; each log gets the elapsed time.
+    """Prints losses and remaining time at each log; ends a training whose weights are NaN or infinite.
+
+    Such weights, which no step makes numbers again, are neither validated nor kept as a checkpoint.
 
     Args:
         name: prefix of each line.
         following: number of trainings of the same length that follow.
     """
 
-    LOSSES = ("loss", "response", "feature", "task")  # that a row of a training step may have
-    VALIDATION_METRICS = ("eval_accuracy", "eval_task", "eval_loss")
-
     def __init__(self, name: str = "", following: int = 0) -> None:
-        self.name, self.following = name, following
+        self.name, self.following, self.has_diverged = name, following, False
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         """Start the clock."""
@@ -72,67 +110,50 @@ class Progress(TrainerCallback):
         """Start the clocks of an epoch: elapsed time and processor time."""
         self.clocks = time.monotonic(), time.process_time()
 
-    def on_log(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-        """Print the latest row of the log."""
-        row = state.log_history[-1]
+    def on_log(self, args: Any, state: Any, control: Any, model: Any = None, **others: Any) -> None:
+        """Print the latest row of the log, and look at the weights."""
+        row, clocks = state.log_history[-1], (time.monotonic(), time.process_time())
         if "loss" in row:
-            clocks = time.monotonic(), time.process_time()
-            row["seconds"], row["processor_seconds"] = (
-                round(now - then, 1) for now, then in zip(clocks, self.clocks, strict=True)
-            )
+            elapsed = (round(now - then, 1) for now, then in zip(clocks, self.clocks, strict=True))
+            row["seconds"], row["processor_seconds"] = elapsed
             self.clocks = clocks
-            losses = _format_row(row, self.LOSSES)
+            per_step = (clocks[0] - self.start) / max(1, state.global_step - self.first_step)
+            left = per_step * (state.max_steps * (1 + self.following) - state.global_step) / 60
             position = f"{self.name}epoch {state.epoch:.2f} of {args.num_train_epochs:.0f}"
-            text = f"{position}: {losses}, {row['seconds']:.0f} s; {self._remaining_time(state)}"
+            losses = _shown(row, ("loss", "response", "feature", "task"))
+            self._print(f"{position}: {losses}, {row['seconds']:.0f} s; at most about {left:.1f} min left", state)
         elif "eval_loss" in row:
-            text = f"  validation: {_format_row(row, self.VALIDATION_METRICS)}"
-            self.clocks = time.monotonic(), time.process_time()  # validation is no part of the next row
-        else:
-            return
-        self._print(text, state)
-
-    def _remaining_time(self, state: Any) -> str:
-        """Return an estimate of the remaining time."""
-        steps = state.max_steps * (1 + self.following) - state.global_step
-        per_step = (time.monotonic() - self.start) / max(1, state.global_step - self.first_step)
-        return f"at most about {per_step * steps / 60:.1f} min left"
+            self.clocks = clocks  # validation is no part of the next row
+            self._print(f"  validation: {_shown(row, (ACCURACY, 'eval_task', 'eval_loss'))}", state)
+        if not self.has_diverged and not _has_finite_weights(model):  # transformers logs again at the end
+            self.has_diverged = True
+            control.should_training_stop, control.should_evaluate, control.should_save = True, False, False
+            if state.best_global_step:
+                self._print("the training has diverged: the best weights before are kept", state)
 
     def _print(self, text: str, state: Any) -> None:
-        """Print a line, in one of the processes."""
         if state.is_world_process_zero:
             print(text, flush=True)
 
 
-class Divergence(TrainerCallback):
-    """Callback that ends a training whose weights are NaN or infinite: no step makes them numbers again.
-
-    They are neither validated nor kept as a checkpoint.
-    """
-
-    has_diverged = False
-
-    def on_log(self, args: Any, state: Any, control: Any, model: Any = None, **others: Any) -> None:
-        """Look at the weights."""
-        if not self.has_diverged and not _has_finite_weights(model):  # transformers logs again at the end
-            self.has_diverged = True
-            control.should_training_stop, control.should_evaluate, control.should_save = True, False, False
-            if state.is_world_process_zero and state.best_global_step:
-                print("the training has diverged: the best weights before are kept", flush=True)
+def _shown(row: Mapping[str, Any], names: Sequence[str]) -> str:
+    return ", ".join(f"{name.removeprefix('eval_')} {row[name]:.4f}" for name in names if name in row)
 
 
 def _has_finite_weights(model: Any) -> bool:
     return all(bool(weight.isfinite().all()) for weight in model.parameters() if weight.requires_grad)
 
 
-def _format_row(row: dict[str, Any], names: Sequence[str]) -> str:
-    return ", ".join(f"{name.removeprefix('eval_')} {row[name]:.4f}" for name in names if name in row)
-
-
 class ResumableTrainer(Trainer):
-    """Trainer on batches of similar length; a subclass can add validation metrics.
+    """Trainer on batches of similar length.
 
-    `lengths` are the numbers of tokens of the training examples. Training stops after `patience` validations without
-    improvement (0: never).
+    Args:
+        model, arguments, collator, train, validation: as of transformers' Trainer.
+        lengths: numbers of tokens of the training examples.
+        score: returns further validation metrics, by their names in the log.
+        progress: what is printed.
+        patience: validations without improvement before training stops; 0: never.
+        settings: further arguments of transformers' Trainer.
     """
 
     def __init__(
@@ -143,29 +164,27 @@ class ResumableTrainer(Trainer):
         train: Sequence[Any],
         validation: Sequence[Any],
         lengths: Sequence[int],
+        score: Callable[[], dict[str, float]],
         progress: Progress,
         patience: int = 0,
+        **settings: Any,
     ) -> None:
-        self.lengths = lengths
-        stop: list[TrainerCallback] = [EarlyStoppingCallback(patience)] if patience else []
+        self.lengths, self.score = lengths, score
         super().__init__(
             model,
             arguments,
             collator,
             train_dataset=list(train),
             eval_dataset=list(validation) or None,
-            callbacks=[progress, Divergence(), *stop],
+            callbacks=[progress, *([EarlyStoppingCallback(patience)] if patience else [])],
+            **settings,
         )
         self.remove_callback(PrinterCallback)
 
-    def further_metrics(self) -> dict[str, float]:
-        """Return additional validation metrics by their names in the log."""
-        return {}
-
     def evaluation_loop(self, *args: Any, **settings: Any) -> Any:
-        """Evaluate a split, and add `further_metrics` to the metrics."""
+        """Evaluate a split, and add the score to the metrics."""
         output = super().evaluation_loop(*args, **settings)
-        return output._replace(metrics={**(output.metrics or {}), **self.further_metrics()})
+        return output._replace(metrics={**(output.metrics or {}), **self.score()})
 
     def run(self) -> dict[str, Any]:
         """Train from the last complete checkpoint, if there is one; return `best_epoch` and the `log` with losses.
@@ -189,6 +208,30 @@ class ResumableTrainer(Trainer):
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[int]:
         return BatchesByLength(self.lengths, self.args.per_device_train_batch_size, self.args.seed)
+
+
+class _TrainerState(TypedDict):
+    """Fields of `trainer_state.json` that are read."""
+
+    global_step: int
+
+
+def last_checkpoint(checkpoints: Path) -> str | None:
+    """Return the newest complete checkpoint, and delete those from which no training resumes.
+
+    `trainer_state.json` is the last file of a checkpoint that transformers writes, also without optimizer states.
+    """
+    complete: dict[int, Path] = {}
+    for folder in checkpoints.glob("checkpoint-*"):
+        try:
+            step = read_json(folder / "trainer_state.json", _TrainerState)["global_step"]
+        except InputError:
+            step = None
+        if step is None or not any(folder.glob("optimizer*")):
+            shutil.rmtree(folder)
+        else:
+            complete[step] = folder
+    return str(complete[max(complete)]) if complete else None
 
 
 def training_arguments(
@@ -229,3 +272,52 @@ def training_arguments(
         greater_is_better=greater,
         remove_unused_columns=False,
     )
+
+
+# ---------------------------------------------------------------------- loss curves
+
+
+def draw(
+    stages: Sequence[Mapping[str, Any]], lines: Mapping[str, tuple[str, str, str]], title: str, stem: Path
+) -> None:
+    """Draw losses and validation accuracy by epoch as `stem.png` and `stem.svg`.
+
+    Args:
+        stages: each with its `log`; one that removes something also has `stage` and `removed`.
+        lines: label, colour and line style of each loss in the log.
+        title: of the figure.
+        stem: path without an ending.
+    """
+    picture, axes = figure(7, 3.4, title)
+    right = axes.twinx() if any(ACCURACY in row for stage in stages for row in stage["log"]) else None
+    start, labels = 0.0, set[str]()
+    for stage in stages:
+        log = stage["log"]
+        for name, (label, colour, style) in lines.items():
+            rows = [row for row in log if row.get(name, 0) > 0 and ("eval_loss" in row) == name.startswith("eval_")]
+            if rows:
+                points = [start + row["epoch"] for row in rows], [row[name] for row in rows]
+                axes.plot(*points, color=colour, ls=style, marker=".", label=None if label in labels else label)
+                labels.add(label)
+        if right is not None and (rows := [row for row in log if ACCURACY in row]):
+            points = [start + row["epoch"] for row in rows], [100 * row[ACCURACY] for row in rows]
+            right.plot(*points, color=COLOURS[3], ls=":", marker=".")
+        end = start + max((row["epoch"] for row in log), default=0.0)
+        if "removed" in stage:
+            axes.axvspan(start, end, color="#f2f2f2" if stage["stage"] % 2 else "white", zorder=-1, lw=0)
+            if names := compact_names(stage.get("removed_blocks", ())):  # whole layers and blocks
+                text = f"−{names}"
+            else:
+                counts = [(stage["removed"].get(name), name) for name in ("heads", "channels")]
+                text = ", ".join(f"−{count} {name}" for count, name in counts if count) or "nothing removed"
+            axes.annotate(f" {text}", (start, 0.98), xycoords=("data", "axes fraction"), fontsize=7, va="top")
+        start = end
+    axes.set_xlabel("epoch, over all stages" if len(stages) > 1 else "epoch")
+    if labels:
+        axes.set_yscale("log")
+        picture.legend(frameon=False, fontsize=7, ncols=len(labels), loc="outside lower center")
+    if right is not None:
+        right.set_ylabel("validation accuracy, % (dotted)", color=COLOURS[3], fontsize=8)
+        right.set_ylim(0, 100)
+        right.spines[["top"]].set_visible(False)
+    save(picture, stem)

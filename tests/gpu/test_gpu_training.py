@@ -22,10 +22,10 @@ from lmeval_prune.athena import checkpoint, training
 from lmeval_prune.athena.model import Athena
 from lmeval_prune.athena.options import TrainOptions
 from lmeval_prune.athena.solving import solve
-from lmeval_prune.athena.training import AthenaTrainer
 from lmeval_prune.distillation.options import DistillOptions
 from lmeval_prune.distillation.recursion import distill
 from lmeval_prune.distillation.trainer import DistillTrainer
+from lmeval_prune.training.trainer import ResumableTrainer
 from tests.athena_hosts import data_folder, document, encoder_folder, examples, host
 from tests.conftest import ROOT
 from tests.test_athena import collated, encoded
@@ -58,7 +58,7 @@ def devices(monkeypatch: pytest.MonkeyPatch) -> set[str]:
 
         return compute_loss
 
-    for kind in (AthenaTrainer, DistillTrainer):
+    for kind in (ResumableTrainer, DistillTrainer):
         monkeypatch.setattr(kind, "compute_loss", noted(kind.compute_loss))
     return types
 

@@ -15,6 +15,7 @@ from lmeval_prune.athena.batches import Example, make_examples
 from lmeval_prune.athena.checkpoint import begin
 from lmeval_prune.athena.model import Athena
 from lmeval_prune.athena.problems import GroundedProblem
+from lmeval_prune.distillation.options import DistillOptions
 from tests.tiny_models import tiny
 
 PROBLEMS = [
@@ -108,6 +109,28 @@ def data_folder(folder: Path, rows: int = 30) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "asdiv.jsonl").write_text("".join(lines), encoding="utf-8")
     return folder
+
+
+def language_options(model: str | Path, folder: Path, **changes: Any) -> DistillOptions:
+    """One stage of one epoch over six problems, with two for validation."""
+    settings = {
+        "pretrained": str(model),
+        "output": str(folder / "student"),
+        "data_dir": str(data_folder(folder / "problems")),
+        "task": "prune_asdiv_a_equation",
+        "test": "fold0",
+        "limit": 8,
+        "validation": 0.25,
+        "answer": "\\boxed{{}}",
+        "ratio": 0.5,
+        "pruning": {"unit": "balanced"},
+        "stages": 1,
+        "epochs": 1,
+        "batch": 3,
+        "calibration": 4,
+        "rate": 1e-3,
+    }
+    return DistillOptions(**{**settings, **changes})
 
 
 @contextmanager

@@ -15,9 +15,9 @@ from lmeval_prune.athena.checkpoint import read, write
 from lmeval_prune.athena.model import Athena
 from lmeval_prune.athena.problems import Problem
 from lmeval_prune.athena.solving import Solution, answers, solve
-from lmeval_prune.athena.thoughts import Expansion, Thought
+from lmeval_prune.athena.thoughts import Expansion
 from lmeval_prune.athena.training import task_loss
-from tests.athena_hosts import PROBLEMS, document, encoder_folder, examples, grounded, host
+from tests.athena_hosts import encoder_folder, examples, grounded, host
 
 CLOSE = {"rtol": 0, "atol": 1e-9}
 
@@ -288,20 +288,3 @@ def test_masked_heads_are_zeroed_columns_of_the_output_projection(encoder: Path)
         torch.testing.assert_close(actual.answer, expected.answer, **CLOSE)
         assert (dense.reason - expected.reason).abs().max() > 1e-4
         assert torch.equal(masked(**inputs).reason, dense.reason)
-
-
-def test_attention_maps_are_optional(tmp_path: Path) -> None:
-    model = host(encoder_folder(tmp_path / "eager"))
-    model.encoder.set_attn_implementation("eager")
-    inputs = collated(model, examples(model)[:2])
-    maps = model(**inputs, output_attentions=True).attentions
-    length = inputs["input_ids"].shape[1]
-    assert [tuple(layer.shape) for layer in maps] == [(2, 4, length, length)] * 2
-    assert model(**inputs).attentions is None
-
-
-def test_example_problems() -> None:
-    assert len(grounded()) == len(PROBLEMS)
-    assert all(item.is_solved_by(str(document(i)["formula"]).partition("=")[0]) for i, item in enumerate(grounded()))
-    thought: Thought = grounded()[0].equation.root
-    assert thought == ("add", ("num", 0), ("num", 1))

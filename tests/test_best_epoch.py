@@ -16,7 +16,7 @@ from lmeval_prune.distillation.host import read_note
 from lmeval_prune.distillation.options import DistillOptions
 from lmeval_prune.distillation.recursion import distill
 from lmeval_prune.distillation.trainer import DistillTrainer, solved_then_loss
-from tests.athena_hosts import data_folder
+from tests.athena_hosts import language_options
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
 ACCURACY = "eval_accuracy"
@@ -24,22 +24,8 @@ ACCURACY = "eval_accuracy"
 
 @pytest.fixture
 def options(tiny_folder: Path, tmp_path: Path) -> DistillOptions:
-    """Three epochs on six problems, chosen among by two others."""
-    return DistillOptions(
-        pretrained=str(tiny_folder),
-        output=str(tmp_path / "student"),
-        data_dir=str(data_folder(tmp_path / "data")),
-        task="prune_asdiv_a_equation",
-        test="fold0",
-        limit=8,
-        validation=0.25,
-        ratio=0.0,
-        distill_weight=0.0,
-        stages=1,
-        epochs=3,
-        batch=3,
-        rate=1e-2,
-    )
+    """Three epochs without pruning and teacher."""
+    return language_options(tiny_folder, tmp_path, ratio=0.0, distill_weight=0.0, epochs=3, rate=1e-2)
 
 
 def values(folder: str, name: str) -> list[float]:

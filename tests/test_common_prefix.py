@@ -11,9 +11,8 @@ import pytest
 import torch
 
 from lmeval_prune.distillation import trainer as trainer_module
-from lmeval_prune.distillation.options import DistillOptions
 from lmeval_prune.distillation.trainer import LENGTH, DistillTrainer, common_prefix, forward_in_parts, runs_in_parts
-from tests.athena_hosts import data_folder, quick_training
+from tests.athena_hosts import language_options, quick_training
 from tests.test_distillation import trainer_of
 from tests.tiny_models import CAUSAL, distinct, tiny
 
@@ -91,18 +90,7 @@ def test_length_of_a_common_prefix(rows: list[list[int]], first: int, length: in
 @pytest.fixture
 def trainer(tiny_folder: Path, tmp_path: Path) -> Iterator[DistillTrainer]:
     """A trainer in float64 with the response term, whose student differs from the teacher."""
-    options = DistillOptions(
-        pretrained=str(tiny_folder),
-        output=str(tmp_path / "student"),
-        data_dir=str(data_folder(tmp_path)),
-        task="prune_asdiv_a_equation",
-        test="fold0",
-        limit=8,
-        validation=0.25,
-        chat=True,
-        terms=("response",),
-        batch=3,
-    )
+    options = language_options(tiny_folder, tmp_path, chat=True, terms=("response",))
     with quick_training():
         trainer = trainer_of(options, tmp_path / "work")
         generator = torch.Generator().manual_seed(0)

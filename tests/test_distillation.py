@@ -40,7 +40,7 @@ from lmeval_prune.interventions.plan import Plan
 from lmeval_prune.pruners.options import PruneOptions
 from lmeval_prune.surgery.cut import cut, cut_to
 from lmeval_prune.training.trainer import BatchesByLength, ResumableTrainer, draw
-from tests.athena_hosts import data_folder, encoder_folder
+from tests.athena_hosts import data_folder, encoder_folder, language_options
 from tests.conftest import ROOT
 from tests.kills import Killed, counted, killing_after
 from tests.tiny_models import tiny
@@ -82,25 +82,9 @@ def athena(dense: TrainOptions, tmp_path: Path) -> DistillOptions:
 
 
 @pytest.fixture
-def language(dense: TrainOptions, tiny_folder: Path, tmp_path: Path) -> DistillOptions:
-    """The same for a language model with grouped queries and without validation."""
-    return DistillOptions(
-        pretrained=str(tiny_folder),
-        output=str(tmp_path / "student"),
-        data_dir=dense.data_dir,
-        task="prune_asdiv_a_equation",
-        test="fold0",
-        limit=8,
-        validation=0.25,
-        answer="\\boxed{{}}",
-        ratio=0.5,
-        pruning={"unit": "balanced"},
-        stages=1,
-        epochs=1,
-        batch=3,
-        calibration=4,
-        rate=1e-3,
-    )
+def language(tiny_folder: Path, tmp_path: Path) -> DistillOptions:
+    """A language model with grouped queries."""
+    return language_options(tiny_folder, tmp_path)
 
 
 def losses(folder: str) -> list[list[tuple[str, float]]]:

@@ -61,27 +61,9 @@ def test_choices_are_among_the_thoughts_of_one_problem() -> None:
     assert float(choice_divergence(teacher, student, problem, 2.0)) == pytest.approx(expected, abs=1e-12)
 
 
-def test_attention_distance_of_remaining_heads_at_real_positions() -> None:
-    teacher = [drawn(2, 4, 5, 5, seed=layer).softmax(-1) for layer in range(2)]
-    student = [drawn(2, 2, 5, 5, seed=7).softmax(-1), drawn(2, 3, 5, 5, seed=8).softmax(-1)]
-    heads = [[1, 3], [0, 1, 3]]
-    lengths = [5, 3]
-    real = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]])
-    expected = 0.0
-    for layer, layer_heads in enumerate(heads):
-        squares = [
-            (float(teacher[layer][text, kept, q, k]) - float(student[layer][text, index, q, k])) ** 2
-            for text, length in enumerate(lengths)
-            for index, kept in enumerate(layer_heads)
-            for q in range(length)
-            for k in range(length)
-        ]
-        expected += sum(squares) / len(squares) / len(heads)
-    pairs = sum(length**2 for length in lengths)
-    assert float(attention_distance(teacher, student, heads, real)) / pairs == pytest.approx(expected, abs=1e-12)
-
-
-def test_relative_attention_distance_is_divided_query_by_query() -> None:
+@pytest.mark.parametrize("relative", [False, True])
+def test_attention_distance_of_remaining_heads_at_real_positions(relative: bool) -> None:
+    """The relative one is divided query by query."""
     teacher = [drawn(2, 4, 5, 5, seed=layer).softmax(-1) for layer in range(2)]
     student = [drawn(2, 2, 5, 5, seed=7).softmax(-1), drawn(2, 3, 5, 5, seed=8).softmax(-1)]
     heads = [[1, 3], [0, 1, 3]]
@@ -97,16 +79,13 @@ def test_relative_attention_distance_is_divided_query_by_query() -> None:
                         for x, head in ((teacher[layer], kept), (student[layer], index))
                     )
                     square = sum((x - y) ** 2 for x, y in zip(a, b, strict=True))
-                    expected += square / sum(x * x for x in a) / len(layer_heads) / len(heads)
-    assert float(attention_distance(teacher, student, heads, real, True)) == pytest.approx(expected, abs=1e-12)
-    nothing = [torch.zeros_like(x) for x in student]
-    assert float(attention_distance(teacher, nothing, heads, real, True)) == pytest.approx(sum(lengths))
+                    expected += (square / sum(x * x for x in a) if relative else square) / len(layer_heads) / len(heads)
+    assert float(attention_distance(teacher, student, heads, real, relative)) == pytest.approx(expected, abs=1e-12)
 
 
-def test_padding_has_no_effect() -> None:
-    real = torch.tensor([[1, 1, 0]])
+def test_maps_of_zeros_have_finite_gradients() -> None:
     maps = torch.zeros(1, 1, 3, 3, requires_grad=True)
-    loss = attention_distance([torch.zeros(1, 1, 3, 3)], [maps], [[0]], real, True)
+    loss = attention_distance([torch.zeros(1, 1, 3, 3)], [maps], [[0]], torch.tensor([[1, 1, 0]]), True)
     (slope,) = torch.autograd.grad(loss, maps)
     assert bool(slope.isfinite().all())
 

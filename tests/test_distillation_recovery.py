@@ -27,7 +27,7 @@ from lmeval_prune.planning.own_answers import Answerer, OwnAnswer
 from lmeval_prune.pruners.calibration import encode, encode_continuation
 from lmeval_prune.surgery.cut import cut_to
 from lmeval_prune.training.questions import split_by_question
-from tests.athena_hosts import data_folder
+from tests.athena_hosts import language_options
 from tests.kills import Killed
 from tests.test_distillation import killed_at, losses
 from tests.test_own_answers import task_file
@@ -37,26 +37,9 @@ pytestmark = pytest.mark.usefixtures("no_pictures")
 
 
 @pytest.fixture
-def options(tiny_folder: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> DistillOptions:
-    """One stage of one epoch over six problems, by the response term."""
-    return DistillOptions(
-        pretrained=str(tiny_folder),
-        output=str(tmp_path / "student"),
-        data_dir=str(data_folder(tmp_path_factory.mktemp("data"))),
-        task="prune_asdiv_a_equation",
-        test="fold0",
-        limit=8,
-        validation=0.25,
-        answer="\\boxed{{}}",
-        ratio=0.5,
-        pruning={"unit": "balanced"},
-        stages=1,
-        epochs=1,
-        batch=3,
-        calibration=4,
-        rate=1e-3,
-        terms=("response",),
-    )
+def options(tiny_folder: Path, tmp_path: Path) -> DistillOptions:
+    """By the response term."""
+    return language_options(tiny_folder, tmp_path, terms=("response",))
 
 
 # ---------------------------------------------------------------- layers and heads
@@ -117,16 +100,6 @@ def test_a_cut_model_is_taught_by_the_model_before_its_cuts(
 
 
 # ---------------------------------------------------------------- invariances of each term
-
-
-@pytest.mark.parametrize("term", ["response", "feature"])
-def test_each_term_alone(options: DistillOptions, term: Any) -> None:
-    """It is reported by itself, and it falls."""
-    note = distill(replace(options, terms=(term,), task_weight=0.0, distill_weight=1.0, epochs=3, rate=5e-3))
-    rows = [row for row in note["stages"][0]["log"] if "loss" in row]
-    assert {name for row in rows for name in ("response", "feature") if name in row} == {term}
-    assert all(row["loss"] == pytest.approx(row[term]) for row in rows)
-    assert rows[-1][term] < rows[0][term]
 
 
 # ---------------------------------------------------------------- lengths

@@ -14,7 +14,6 @@ from transformers import AutoTokenizer
 from lmeval_prune import InputError, load_pretrained, map_model
 from lmeval_prune.checkpoints.pruned import read_manifest
 from lmeval_prune.decoding import Engine
-from lmeval_prune.distillation.host import read_note
 from lmeval_prune.distillation.language_host import LanguageHost
 from lmeval_prune.distillation.lessons import Problem, Prompt, Text
 from lmeval_prune.distillation.options import DistillOptions
@@ -29,7 +28,7 @@ from lmeval_prune.pruners.parts import Part
 from lmeval_prune.pruners.schedule import stages
 from lmeval_prune.pruners.stores import Sums
 from lmeval_prune.surgery.cut import cut, cut_to
-from tests.athena_hosts import data_folder
+from tests.athena_hosts import language_options
 from tests.kills import Killed, counted, run_killed
 from tests.test_own_answers import task_file
 from tests.tiny_models import tiny
@@ -50,21 +49,10 @@ def model_folder(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) ->
 @pytest.fixture
 def options(model_folder: str, tmp_path: Path) -> DistillOptions:
     """Two stages without training, of a third of the parameters."""
-    return DistillOptions(
-        pretrained=model_folder,
-        output=str(tmp_path / "student"),
-        data_dir=str(data_folder(tmp_path / "data")),
-        task="prune_asdiv_a_equation",
-        test="fold0",
-        limit=10,
-        validation=0.2,
-        ratio=0.3,
-        pruning={"budget": "parameters"},
-        stages=2,
-        epochs=0,
-        max_length=400,
-        terms=("response",),
-    )
+    return language_options(
+        model_folder, tmp_path, limit=10, validation=0.2, ratio=0.3, pruning={"budget": "parameters"}, stages=2,
+        epochs=0, max_length=400, terms=("response",), answer="{}", batch=8, calibration=64, rate=5e-5,
+    )  # fmt: skip
 
 
 def by_hand(options: DistillOptions, **more: Any) -> Any:
@@ -123,13 +111,6 @@ def test_each_stage_scores_compensates_and_cuts(
     removed = sum(provenance["parameters"]["removed"] for provenance in provenances)
     unit = Part(map_model(load_pretrained(options.pretrained)).attention[0]).cost("group")
     assert abs(removed - 0.3 * removable) <= 2 * unit
-
-
-def test_a_budget_of_parameters_needs_no_unit(options: DistillOptions) -> None:
-    """Groups where heads share keys and values."""
-    distill(replace(options, method="gisp", stages=1))
-    removed = read_note(options.output)["stages"][0]["removed"]
-    assert removed["heads"] == 2 * removed["kv_heads"] and not removed["fillers"]
 
 
 def test_a_killed_stage_resumes_layer_by_layer(options: DistillOptions, tmp_path: Path) -> None:

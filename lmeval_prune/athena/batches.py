@@ -90,11 +90,9 @@ def text_inputs(problems: Sequence[EncodedProblem], constants: int, padding: int
 def join_step(
     candidates: Sequence[Sequence[Candidate]], sources: Sequence[Sequence[int]]
 ) -> tuple[dict[str, Any], list[list[int]]]:
-    """Batch the candidates of a step, sorted by operator.
+    """Batch the candidates of each problem in a step, sorted by operator.
 
-    Args:
-        candidates: candidates of each problem.
-        sources: for each problem, the rows of its kept thoughts in the model's state (at step 0: of its leaves).
+    `sources` are, for each problem, the rows of its kept thoughts in the model's state (at step 0: of its leaves).
 
     Returns:
         Tensors `first` and `second` (rows of the thoughts that a candidate joins) and `problem`, and the counts `sizes`

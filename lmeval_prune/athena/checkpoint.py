@@ -44,12 +44,7 @@ class Contents(TypedDict):
 
 
 def begin(name: str, **settings: Any) -> Athena:
-    """Make an untrained ATHENA over an encoder.
-
-    Args:
-        name: hub name or folder of the encoder, or name of an embedded model.
-        settings: fields of `AthenaSettings` that do not follow from the encoder.
-    """
+    """Make an untrained ATHENA over an encoder (hub name, folder or embedded model), and its other `AthenaSettings`."""
     config, folder = read_config(name), embedded.resolve(name)
     tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     is_decoder = getattr(config, "is_encoder_decoder", False) or getattr(config, "is_decoder", False)

@@ -59,8 +59,14 @@ class Problem:
         pieces, numbers, end = list[str](), list[Fraction](), 0
         for match in _NUMBER.finditer(text):
             pieces.append(text[end : match.start()])
-            numbers.append(_value(match))
             end = match.end()
+            if match["digits"]:
+                value = Fraction(match["digits"].replace(",", ""))
+                numbers.append(value / 100 if match["percent"] else value)
+            else:
+                words = re.split(r"[- ]", (match["words"] or match["rest"] or "").lower())
+                hundreds = 100 * _WORDS[match["hundreds"].lower()] if match["hundreds"] else 0
+                numbers.append(Fraction(hundreds + sum(_WORDS[word] for word in words if word)))
         return cls((*pieces, text[end:]), tuple(numbers))
 
     @classmethod
@@ -76,15 +82,6 @@ class Problem:
     def masked(self, mask: str) -> str:
         """Return the lower-cased text with a mask token in place of each number."""
         return mask.join(piece.replace(mask, " ").lower() for piece in self.pieces)
-
-
-def _value(match: re.Match[str]) -> Fraction:
-    if match["digits"]:
-        value = Fraction(match["digits"].replace(",", ""))
-        return value / 100 if match["percent"] else value
-    hundreds = 100 * _WORDS[match["hundreds"].lower()] if match["hundreds"] else 0
-    words = re.split(r"[- ]", (match["words"] or match["rest"] or "").lower())
-    return Fraction(hundreds + sum(_WORDS[word] for word in words if word))
 
 
 def gold_equation(document: Mapping[str, Any], problem: Problem) -> Equation:
@@ -161,14 +158,17 @@ class ProblemSplit:
         if options.limit is not None:
             rows = random.Random(options.seed).sample(rows, min(options.limit, len(rows)))
         problems = [problem for row in rows if (problem := GroundedProblem.of(row))]
-        validation_indices = _validation_indices(problems, options)
-        train = [problem for index, problem in enumerate(problems) if index not in validation_indices]
-        if not train or (options.validation and not validation_indices):
+        parts = [{"index": index, "part": item.document["complexity"]} for index, item in enumerate(problems)]
+        thousandths = round(1000 * options.validation)
+        drawn = stratified(parts, "validation", (1000 - thousandths, thousandths, 0), "part", options.seed)
+        held_out = {row["index"] for row in drawn}
+        train = [problem for index, problem in enumerate(problems) if index not in held_out]
+        if not train or (options.validation and not held_out):
             raise InputError(f"{len(problems)} problems are too few to train and validate; raise limit or validation")
         constants = set().union(
             *({thought[1] for thought in problem.equation.targets if thought[0] == "con"} for problem in train)
         )
-        validation = [problems[index] for index in sorted(validation_indices)]
+        validation = [problems[index] for index in sorted(held_out)]
         return cls(train, validation, tuple(sorted(constants, key=Fraction)), len(rows) - len(problems), repeated)
 
     @property
@@ -182,11 +182,3 @@ class ProblemSplit:
         return TrainingQuestions(
             *(question_keys(item.document for item in part) for part in (self.train, self.validation))
         )
-
-
-def _validation_indices(problems: Sequence[GroundedProblem], options: TrainOptions) -> set[int]:
-    """Draw the indices of the validation problems, stratified by complexity."""
-    rows = [{"index": index, "part": item.document["complexity"]} for index, item in enumerate(problems)]
-    thousandths = round(1000 * options.validation)
-    drawn = stratified(rows, "validation", (1000 - thousandths, thousandths, 0), "part", options.seed)
-    return {row["index"] for row in drawn}

@@ -220,42 +220,36 @@ def expression(thought: Thought, numbers: Sequence[Fraction]) -> str:
 
 
 def _format(thought: Thought, numbers: Sequence[Fraction]) -> tuple[str, int]:
-    """Return an expression and its precedence."""
+    """Return an expression and its precedence.
+
+    Negated terms of a sum are written as differences, inverted terms of a product as quotients.
+    """
 
     def part(inner: Thought, precedence: int) -> str:
         text, inner_precedence = _format(inner, numbers)
         return text if inner_precedence >= precedence else f"({text})"
 
-    operator, *arguments = thought
-    if operator in MERGES:
-        return _format_merge(operator, arguments, part)
-    match operator:
-        case "num":
-            return _format_number(numbers[arguments[0]])
-        case "con":
-            return _format_number(Fraction(arguments[0]))
-        case "neg":
-            return f"-{part(arguments[0], PRODUCT)}", SUM
-        case "inv":
-            return f"1 / {part(arguments[0], POWER)}", PRODUCT
-        case "halve":
-            return f"{part(arguments[0], PRODUCT)} / 2", PRODUCT
-        case "root":
-            return f"{part(arguments[0], ATOM)} ** 0.5", POWER
-    raise ValueError(f"unknown operator {operator!r}")
-
-
-def _format_merge(operator: str, arguments: list[Thought], part: Callable[[Thought, int], str]) -> tuple[str, int]:
-    """Write a sum with negated terms as differences, or a product with inverted terms as quotients."""
-    opposite, sign, precedence = ("neg", "-", PRODUCT) if operator == "add" else ("inv", "/", POWER)
-    plain_terms = [part(term, PRODUCT) for term in arguments if term[0] != opposite]
-    inverted = [part(term[1], precedence) for term in arguments if term[0] == opposite]
-    if not plain_terms:
-        first, *inverted = inverted
-        plain_terms = [f"-{first}" if operator == "add" else f"1 / {first}"]
-    plus = " + " if operator == "add" else " * "
-    text = plus.join(plain_terms) + "".join(f" {sign} {term}" for term in inverted)
-    return text, SUM if operator == "add" else PRODUCT
+    match thought:
+        case ("num", index):
+            return _format_number(numbers[index])
+        case ("con", value):
+            return _format_number(Fraction(value))
+        case ("neg", inner):
+            return f"-{part(inner, PRODUCT)}", SUM
+        case ("inv", inner):
+            return f"1 / {part(inner, POWER)}", PRODUCT
+        case ("halve", inner):
+            return f"{part(inner, PRODUCT)} / 2", PRODUCT
+        case ("root", inner):
+            return f"{part(inner, ATOM)} ** 0.5", POWER
+    operator, *terms = thought
+    is_sum = operator == "add"
+    opposite, plus, minus, start = ("neg", " + ", " - ", "-") if is_sum else ("inv", " * ", " / ", "1 / ")
+    plain = [part(term, PRODUCT) for term in terms if term[0] != opposite]
+    inverted = [part(term[1], PRODUCT if is_sum else POWER) for term in terms if term[0] == opposite]
+    if not plain:
+        plain = [start + inverted.pop(0)]
+    return minus.join([plus.join(plain), *inverted]), SUM if is_sum else PRODUCT
 
 
 def _format_number(value: Fraction) -> tuple[str, int]:

@@ -91,8 +91,8 @@ class AthenaHost(Host):
     def split_options(self) -> TrainOptions:
         """Training options of the ATHENA with this distillation's splits."""
         options = self.options
-        changes = {name: getattr(options, name) for name in ("test", "validation", "limit")}
-        changes = {name: value for name, value in changes.items() if value is not None}
+        names = ("test", "validation", "limit")
+        changes = {name: value for name in names if (value := getattr(options, name)) is not None}
         fixed = {"output": options.output, "data_dir": options.data_dir, "patience": 0}
         label = f"the training in {Path(options.pretrained) / checkpoint.SETTINGS}"
         return TrainOptions.from_dict({**self.about["options"], **changes, **fixed}, label)

@@ -191,17 +191,16 @@ def distill(**options: Any) -> int:
     for stage in note["stages"]:
         removed = stage["removed"]
         heads += removed["heads"]
-        counts = {name: removed.get(name, 0) for name in ("heads", "channels", "blocks")}
-        named = [f"{count} {name}" for name, count in counts.items() if count] or ["nothing"]
-        blocks_text = f" ({compact_names(names)})" if (names := stage["removed_blocks"]) else ""
-        in_all = f", {heads} of {total_heads} heads in all" if counts["heads"] else ""
-        summary = f"{', '.join(named)}{blocks_text} removed{in_all}"
-        print(f"stage {stage['stage']}: {summary}; {stage['parameters'] / 1e6:.2f} million parameters are left")
+        counts = ((removed.get(name, 0), name) for name in ("heads", "channels", "blocks"))
+        summary = ", ".join(f"{count} {name}" for count, name in counts if count) or "nothing"
+        summary += f" ({compact_names(names)})" if (names := stage["removed_blocks"]) else ""
+        in_all = f", {heads} of {total_heads} heads in all" if removed["heads"] else ""
+        left = f"{stage['parameters'] / 1e6:.2f} million parameters are left"
+        print(f"stage {stage['stage']}: {summary} removed{in_all}; {left}")
         if distance := stage.get("distance"):
-            shown = cells(distance)
-            text = f"mean KLD {shown['mean KLD']}, same top p {shown['same top p (%)']}%"
+            kld, same = (cells(distance)[name] for name in ("mean KLD", "same top p (%)"))
             size = f"{distance['tokens']} tokens of {distance['documents']} texts"
-            print(f"  from {settings.pretrained}: {text}, on {size}")
+            print(f"  from {settings.pretrained}: mean KLD {kld}, same top p {same}%, on {size}")
     if settings.removal().budget == "heads" and heads < share_of(settings.ratio, total_heads):
         share = f"{heads / total_heads:.1%} of the heads"
         print(f"{share}: less than --ratio {settings.ratio:g}, because only whole units are removed")

@@ -308,11 +308,12 @@ def stage_pruning(
 ) -> PruneOptions:
     """Convert shares of the unpruned model into shares of a stage's model; stages count from 1."""
     single_step: dict[str, Any] = {"p_min": 0.0, "steps": 1, "growth": 1.0}
-    if pruning.budget != "heads":
-        before, left = _counted(unpruned, pruning, allocation), _counted(model_map, pruning, allocation)
-        due = pruning.shares(stage)[0] * before - (before - left)
-        return replace(pruning, ratio=max(0.0, due) / left if left else 0.0, **single_step)
     head_share, channel_share = pruning.shares(stage)
+    if pruning.budget != "heads":
+        budget = Budget(pruning.kinds, pruning.ratio, allocation, pruning)
+        before, left = (sum(pool.total for pool in unit_pools(each, budget)) for each in (unpruned, model_map))
+        due = head_share * before - (before - left)
+        return replace(pruning, ratio=max(0.0, due) / left if left else 0.0, **single_step)
     ratios = []
     for share, sizes, remaining in (
         (head_share, [layer.heads for layer in unpruned.attention], model_map.total_heads),
@@ -322,8 +323,3 @@ def stage_pruning(
         removed = sum(sizes) - remaining
         ratios.append(max(0, sum(share_of(share, size) for size in totals) - removed) / max(1, remaining))
     return replace(pruning, ratio=ratios[0], ffn_ratio=ratios[1], **single_step)
-
-
-def _counted(model_map: ModelMap, pruning: PruneOptions, allocation: str) -> float:
-    """Return the parameters that the budget counts in a model."""
-    return sum(pool.total for pool in unit_pools(model_map, Budget(pruning.kinds, pruning.ratio, allocation, pruning)))

@@ -41,17 +41,17 @@ def drop_test_questions(rows: Iterable[Document], test: Iterable[Document], test
 
     Questions that differ in spaces or in upper and lower case alone are the same.
     """
-    rows, test_questions = list(rows), {normalised_question(str(row["question"])) for row in test}
-    unrepeated = [row for row in rows if normalised_question(str(row["question"])) not in test_questions]
+    rows, test_questions = list(rows), {normalised_question(row["question"]) for row in test}
+    unrepeated = [row for row in rows if normalised_question(row["question"]) not in test_questions]
     repeated = len(rows) - len(unrepeated)
     if repeated > len(test_questions) // 2:
         raise InputError(f"the training splits have {repeated} questions of the test split {test_name}")
     return unrepeated, repeated
 
 
-def normalised_question(question: str) -> str:
+def normalised_question(question: object) -> str:
     """Return a question in lower case with single spaces."""
-    return " ".join(question.lower().split())
+    return " ".join(str(question).lower().split())
 
 
 def split_by_question(problems: Sequence[T], questions: Iterable[Hashable], count: int) -> tuple[list[T], list[T]]:

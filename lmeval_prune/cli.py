@@ -42,8 +42,8 @@ COMMANDS = {
     "compare": "lmeval_prune.comparison.commands:compare",
     "grid run": "lmeval_prune.grid.commands:run",
     "grid compare": "lmeval_prune.grid.commands:compare",
-    "athena train": "lmeval_prune.athena.options:train",
-    "distill": "lmeval_prune.distillation.options:distill",
+    "athena train": "lmeval_prune.athena.commands:train",
+    "distill": "lmeval_prune.distillation.commands:distill",
 }
 
 # Options that name an output, which the command locks; the commands of SHARED take their own locks.

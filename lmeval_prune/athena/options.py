@@ -1,15 +1,14 @@
-"""`lmeval-prune athena train` and its options. Imports nothing slow, so that `--help` is fast."""
+"""Options of `athena train`. Imports nothing slow, so that `--help` is fast."""
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated
 
 from annotated_types import Ge
 
 from lmeval_prune.checkpoints.embedded import ENCODER
-from lmeval_prune.config import Count, Decay, LearningRate, Natural, Positive, Seed, Settings, ShareBelowOne, command
+from lmeval_prune.config import Count, Decay, LearningRate, Natural, Positive, Seed, Settings, ShareBelowOne
 from lmeval_prune.errors import InputError
 
 
@@ -65,24 +64,3 @@ class TrainOptions(Settings):
         super().__post_init__()
         if self.test in self.train:
             raise InputError(f"test={self.test} is also a training split; leave it out of train")
-
-
-@command(resumes=True)
-def train(**options: Any) -> int:
-    """Train ATHENA, a model that answers word problems with expressions."""
-    settings = TrainOptions(**options)
-    from lmeval_prune.athena import training
-    from lmeval_prune.training.trainer import ACCURACY
-
-    logging.getLogger("transformers").setLevel(logging.ERROR)
-    model = training.train(settings)
-    rows = [row for row in model.about["log"] if ACCURACY in row]
-    if rows:
-        best = model.about["best_epoch"]
-        row = next(row for row in rows if round(row["epoch"]) == best)
-        print(f"validation: {row[ACCURACY]:.1%} of {model.about['problems']['validation']} (epoch {best})")
-    print(
-        f"{settings.output}: test it with\n  lm_eval --model athena --model_args pretrained={settings.output} "
-        f'--tasks prune_{settings.data}_equation --metadata \'{{"data_split": "{settings.test}"}}\''
-    )
-    return 0

@@ -1,26 +1,13 @@
-"""`lmeval-prune distill` and its options. Imports nothing slow, so that `--help` is fast."""
+"""Options of `distill`. Imports nothing slow, so that `--help` is fast."""
 
 from __future__ import annotations
 
-import logging
-import shlex
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal
 
 from annotated_types import Ge
 
-from lmeval_prune.config import (
-    Count,
-    Divisor,
-    LearningRate,
-    Natural,
-    ScaleOrZero,
-    Seed,
-    Settings,
-    ShareBelowOne,
-    Use,
-    command,
-)
+from lmeval_prune.config import Count, Divisor, LearningRate, Natural, ScaleOrZero, Seed, Settings, ShareBelowOne, Use
 from lmeval_prune.errors import InputError
 from lmeval_prune.pruners.options import PruneOptions
 
@@ -169,51 +156,3 @@ class DistillOptions(Settings):
     def steps(self) -> int:
         """Steps of the removal within a stage."""
         return PruneOptions(steps=self.pruning.get("steps", 1)).steps
-
-
-@command(resumes=True, takes_tasks=True)
-def distill(**options: Any) -> int:
-    """Prune and distil a model stage by stage; the model before each stage is its teacher."""
-    settings = DistillOptions(**options)
-    from lmeval_prune.architectures.sublayer_names import compact_names
-    from lmeval_prune.distance.summary import cells
-    from lmeval_prune.distillation import recursion
-    from lmeval_prune.pruners.allocation import share_of
-    from lmeval_prune.reporting.quiet import silence_libraries
-    from lmeval_prune.tasks.loading import included_folder
-
-    logging.getLogger("transformers").setLevel(logging.ERROR)
-    silence_libraries()
-    note = recursion.distill(settings)
-    if not recursion.this_process().is_main_process:
-        return 0
-    heads, total_heads = 0, note["stages"][0]["removed"]["heads_total"]
-    for stage in note["stages"]:
-        removed = stage["removed"]
-        heads += removed["heads"]
-        counts = ((removed.get(name, 0), name) for name in ("heads", "channels", "blocks"))
-        summary = ", ".join(f"{count} {name}" for count, name in counts if count) or "nothing"
-        summary += f" ({compact_names(names)})" if (names := stage["removed_blocks"]) else ""
-        in_all = f", {heads} of {total_heads} heads in all" if removed["heads"] else ""
-        left = f"{stage['parameters'] / 1e6:.2f} million parameters are left"
-        print(f"stage {stage['stage']}: {summary} removed{in_all}; {left}")
-        if distance := stage.get("distance"):
-            kld, same = (cells(distance)[name] for name in ("mean KLD", "same top p (%)"))
-            size = f"{distance['tokens']} tokens of {distance['documents']} texts"
-            print(f"  from {settings.pretrained}: mean KLD {kld}, same top p {same}%, on {size}")
-    if settings.removal().budget == "heads" and heads < share_of(settings.ratio, total_heads):
-        share = f"{heads / total_heads:.1%} of the heads"
-        print(f"{share}: less than --ratio {settings.ratio:g}, because only whole units are removed")
-    splits = note["material"]["splits"]
-    if "data" in splits:
-        task, model = f"prune_{splits['data']}_equation", "athena"
-    else:
-        task, model = splits["task"] or "TASK", "pruned-hf"
-    folder = f" --include_path {shlex.quote(path)}" if (path := included_folder()) else ""
-    metadata = f' --metadata \'{{"data_split": "{splits["test"]}"}}\'' if splits["test"] else ""
-    chat = " --apply_chat_template" if settings.chat else ""
-    print(
-        f"{settings.output}: test it with\n  lm_eval --model {model} --model_args pretrained={settings.output} "
-        f"--tasks {task}{folder}{metadata}{chat}"
-    )
-    return 0

@@ -1,1 +1,1 @@
-"""Shared training code of ATHENA and distillation: splits, resuming, batches by length, loss curves."""
+"""Shared training code of ATHENA and distillation: questions of splits, the resumable trainer, loss curves."""

@@ -572,7 +572,7 @@ def test_numbers_that_are_not_finite_are_refused_where_they_enter(
 
 
 def test_vectors_of_an_encoder_that_are_not_finite_are_refused() -> None:
-    from lmeval_prune.sprint.encoder import embed
+    from lmeval_prune.sprint.router import embed
 
     class Broken(nn.Module):
         def encode(self, texts: list[str], **_: Any) -> Any:

@@ -10,11 +10,10 @@ import torch
 
 from lmeval_prune import InputError
 from lmeval_prune.sprint.fit import fit_embeddings
-from lmeval_prune.sprint.options import FitOptions
+from lmeval_prune.sprint.options import ROUTERS, FitOptions
 from lmeval_prune.sprint.router import Router
 from lmeval_prune.sprint.routers.contrastive import NearestHeads
 from lmeval_prune.sprint.routers.knn import Neighbours, standardisation
-from lmeval_prune.sprint.routers.table import ROUTERS
 from tests.routers import ROWS, Row, pass_at
 from tests.test_sprint import POOL, random_z, world
 

@@ -21,7 +21,7 @@ from lmeval_prune.sprint.fit import fit
 from lmeval_prune.sprint.options import FitOptions, SweepOptions
 from lmeval_prune.sprint.outcomes import Outcomes, OutcomeStore
 from lmeval_prune.sprint.router import Router
-from lmeval_prune.sprint.sweep import Sweep
+from lmeval_prune.sprint.sweep import run_sweep
 from tests.conftest import task_manager
 from tests.test_command_line import lm_eval
 
@@ -33,9 +33,7 @@ def store(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Outcomes of six questions under the unpruned model and all heads of one layer."""
     folder = tmp_path_factory.mktemp("routing") / "store"
     arguments = {"pretrained": str(tiny_folder), "dtype": "float64", "device": "cpu"}
-    Sweep(
-        SweepOptions(arguments, ("prune_tiny_words",), str(folder), heads="L0H*", gen_kwargs={"max_gen_toks": 8})
-    ).run()
+    run_sweep(SweepOptions(arguments, ("prune_tiny_words",), str(folder), heads="L0H*", gen_kwargs={"max_gen_toks": 8}))
     return folder
 
 

@@ -23,7 +23,7 @@ from lmeval_prune.models.server_record import RECORD
 from lmeval_prune.sprint.fit import fit
 from lmeval_prune.sprint.options import FitOptions, SweepOptions
 from lmeval_prune.sprint.outcomes import OutcomeStore
-from lmeval_prune.sprint.sweep import Sweep
+from lmeval_prune.sprint.sweep import run_sweep
 from tests.conftest import file_contents
 from tests.stub_server import Stub
 from tests.test_sweep import few_shot
@@ -46,9 +46,9 @@ def sweep(stub: Stub, folder: Path, adapters: Path, output: Path, **options: Any
     arguments = {"pretrained": str(folder), "server": "vllm", "adapters": str(adapters), "max_retries": 3}
     settings = {"heads": "L0H*+L1H2", "limit": 5, "gen_kwargs": {"max_gen_toks": 10}, **options}
     arguments |= settings.pop("model_args", {})
-    return Sweep(
+    return run_sweep(
         SweepOptions(arguments, settings.pop("tasks", ("prune_tiny_words",)), str(output), server=stub.url, **settings)
-    ).run()
+    )
 
 
 def test_outcomes_are_those_of_a_local_sweep(tiny_folder: Path, adapters: Path, tmp_path: Path) -> None:

@@ -12,12 +12,12 @@ import torch
 from lmeval_prune import InputError
 from lmeval_prune.models.answer_store import AnswerStore
 from lmeval_prune.models.attempts import DENSE, attempt_order
-from lmeval_prune.sprint import loss as losses
-from lmeval_prune.sprint import policies
+from lmeval_prune.sprint import router as policies
 from lmeval_prune.sprint.fit import fit, fit_embeddings, number_questions, split
 from lmeval_prune.sprint.options import FitOptions
-from lmeval_prune.sprint.outcomes import Outcomes, OutcomeStore, Question
+from lmeval_prune.sprint.outcomes import Outcomes, OutcomeStore
 from lmeval_prune.sprint.router import Router
+from lmeval_prune.sprint.routers import contrastive as losses
 from lmeval_prune.sprint.routers.contrastive import NearestHeads
 from tests.conftest import file_contents
 from tests.routers import pass_at
@@ -288,7 +288,7 @@ def filled(
     cells = []
     for number, head, text in answers:
         texts.add(f"{number}{head}", text, {"task": "toy", "head": head, "tokens": [1, 2, number]})
-        where = Question("toy", "test", number)._asdict()
+        where = {"task": "toy", "split": "test", "doc_id": number}
         cells.append(
             {**where, "attempt": head, "outcome": text == "yes", "extracted": text, "answer": f"{number}{head}"}
         )

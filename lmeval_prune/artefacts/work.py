@@ -69,17 +69,19 @@ class Work:
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
-def check_same(before: Mapping[str, Any], now: Mapping[str, Any], made: object) -> None:
+def check_same(
+    before: Mapping[str, Any], now: Mapping[str, Any], made: object, remedy: str = "name another output, or delete it"
+) -> None:
     """Raise an `InputError` that names the first field in which the settings of what was made differ from those now."""
-    if found := difference(before, now):
+    if found := _difference(before, now):
         name, *values = found
         old, new = (str(value)[:60] for value in values)
-        raise InputError(f"{made} was made with {name}={old}, now it is {new}; name another output, or delete it")
+        raise InputError(f"{made} was made with {name}={old}, now it is {new}; {remedy}")
 
 
-def difference(before: Any, now: Any, name: str = "") -> tuple[str, Any, Any] | None:
+def _difference(before: Any, now: Any, name: str = "") -> tuple[str, Any, Any] | None:
     """Return the first field in which two JSON values differ, by names with dots, and its two values; None: none."""
     if isinstance(before, Mapping) and isinstance(now, Mapping):
-        fields = (difference(before.get(key), now.get(key), f"{name}.{key}") for key in dict.fromkeys([*before, *now]))
+        fields = (_difference(before.get(key), now.get(key), f"{name}.{key}") for key in {**before, **now})
         return next(filter(None, fields), None)
     return None if before == now else (name.removeprefix("."), before, now)

@@ -13,7 +13,7 @@ from annotated_types import MinLen
 from torch import Tensor
 
 from lmeval_prune.config import Count, Positive
-from lmeval_prune.sprint.routers.base import Candidate, Examples, Ranker, RouterMethod
+from lmeval_prune.sprint.routers import Candidate, Examples, Ranker, RouterMethod
 
 Weighting = Literal["uniform", "distance"]
 

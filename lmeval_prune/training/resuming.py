@@ -12,8 +12,7 @@ from typing import Any
 
 from typing_extensions import TypedDict
 
-from lmeval_prune.artefacts import check_same, read_json
-from lmeval_prune.artefacts.work import SETTINGS
+from lmeval_prune.artefacts import SETTINGS, check_same, read_json
 from lmeval_prune.errors import InputError
 
 logger = logging.getLogger(__name__)

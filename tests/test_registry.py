@@ -125,13 +125,6 @@ class Infinite(Ascending):
         return Scores({part.key: torch.full((part.size,), float("inf")) for part in parts})
 
 
-@dataclass(frozen=True)
-class Shared(Ascending):
-    """Scores all parts of one size by one tensor."""
-
-    def scores(self, model_map, text, parts, removed):
-        places = torch.arange(99, dtype=torch.float64, requires_grad=True)
-        return Scores({part.key: places[: part.size] for part in parts})
 '''
 ADDED = [
     (METHODS, "interventions", "Halve"),
@@ -257,15 +250,6 @@ def test_scores_that_would_be_misread_are_refused(install: Any, tiny_folder: Pat
     install({"pruners": {"mine": f"elsewhere:{kind}"}})
     words = ["--pretrained", str(tiny_folder), "--method", "mine", "--output", str(tmp_path / "out.json")]
     assert main(["prune", *words, "--ratio", "0.25", "--budget", "heads"]) == 2
-
-
-def test_scores_may_share_memory(install: Any, tiny_folder: Path, tmp_path: Path, capsys: Any) -> None:
-    install({"pruners": {"mine": "elsewhere:Ascending", "shared": "elsewhere:Shared"}})
-    for name in ("mine", "shared"):
-        words = ["--pretrained", str(tiny_folder), "--method", name, "--ratio", "0.25"]
-        assert main(["prune", *words, "--output", str(tmp_path / f"{name}.json")]) == 0
-    plain, shared = (load_intervention(tmp_path / f"{name}.json") for name in ("mine", "shared"))
-    assert (plain.heads, plain.channels) == (shared.heads, shared.channels)
 
 
 def test_a_router_knows_its_class(install: Any, tmp_path: Path) -> None:

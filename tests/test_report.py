@@ -224,24 +224,6 @@ def test_fitted_questions_are_refused_as_test(tmp_path: Path) -> None:
             write_report(ReportOptions(str(tmp_path / "s"), str(tmp_path / "out"), train, str(tmp_path / "r"), n=3))
 
 
-def test_router_gains_nothing_if_outcomes_do_not_depend_on_questions(tmp_path: Path) -> None:
-    """Outcomes shuffled among questions, heads of different accuracy: held out, the router is no better than `best`."""
-    write(tmp_path / "s", 0, 400)
-    store = OutcomeStore(tmp_path / "s")
-    cells = store.cells()
-    generator = np.random.default_rng(1)
-    chance = dict(zip(POOL, (0.2, 0.3, 0.4, 0.5, 0.6), strict=True))
-    for cell in cells:
-        cell["outcome"] = bool(generator.random() < chance[cell["attempt"]])
-        del cell["text"], cell["tokens"]
-    store.add(cells)
-    fit(store.read(), "all-minilm-l6-v2", FitOptions(holdout=0.5)).save(tmp_path / "r")
-    write_report(ReportOptions(str(tmp_path / "s"), str(tmp_path / "out"), router=str(tmp_path / "r"), n=3))
-    result = json.loads((tmp_path / "out/report.json").read_text())
-    router, best = (result["pass"][name]["values"][0] for name in ("SPRINT router", "best of training"))
-    assert 0.5 < best < 0.7 and router < best + 0.05
-
-
 def test_stores_and_samples_that_do_not_belong_together_are_refused(
     stores: tuple[Outcomes, Outcomes], tmp_path: Path
 ) -> None:

@@ -177,7 +177,9 @@ class Router:
                 "another way: fit it again",
                 *(folder, method),
             )
-        return cls(kind.ranker.of(tensors, settings, len(pool)), pool, encoder, method, about, sha256)
+        return cls(
+            kind.ranker.from_dict({**tensors, **settings}, "the fitted router"), pool, encoder, method, about, sha256
+        )
 
 
 # ---------------------------------------------------------------------- policies: the router and its baselines

@@ -8,9 +8,9 @@ option values, and `fit.py` chooses among them on the validation questions.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar, Self, get_origin
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, get_origin
 
 import torch
 from torch import Tensor
@@ -24,13 +24,7 @@ class Ranker(Settings, ABC):
     """A fitted router without its pool: orders the columns of Z for each embedded question.
 
     Its fields are stored with the router: tensors in `router.safetensors`, other values in `router.json`.
-
-    Attributes:
-        shapes: (class) the fields that are tensors, of floating point, with names of their dimensions. Equal names are
-            equal sizes; `pool` is the size of the pool.
     """
-
-    shapes: ClassVar[Mapping[str, tuple[str, ...]]]
 
     @abstractmethod
     def order(self, x: Tensor) -> Tensor:
@@ -39,27 +33,12 @@ class Ranker(Settings, ABC):
     @property
     def tensors(self) -> dict[str, Tensor]:
         """Return the fields that are tensors."""
-        return {name: getattr(self, name) for name in self.shapes}
+        return {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
 
     @property
     def settings(self) -> dict[str, Any]:
         """Return the other fields, as JSON."""
-        return {option.name: getattr(self, option.name) for option in fields(self) if option.name not in self.shapes}
-
-    @classmethod
-    def of(cls, tensors: Mapping[str, Tensor], settings: Mapping[str, Any], pool: int) -> Self:
-        """Create a ranker from stored fields; `InputError` if they are not those of a pool of this size."""
-        sizes = {"pool": pool}
-        fit = tensors.keys() == cls.shapes.keys() and all(
-            tensors[name].is_floating_point()
-            and tensors[name].ndim == len(names)
-            and all(sizes.setdefault(n, size) == size for n, size in zip(names, tensors[name].shape, strict=True))
-            for name, names in cls.shapes.items()
-        )
-        if not fit:
-            shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-            raise InputError(f"a pool of {pool} and tensors of shapes {shapes} do not fit together")
-        return cls.from_dict({**tensors, **settings}, "the fitted router")
+        return {name: value for name, value in vars(self).items() if not isinstance(value, Tensor)}
 
     def columns(self, x: Tensor, pool: int, name: str) -> list[list[int]]:
         """Return `order(x)` as lists; `InputError` if it does not name each column of the pool once."""
@@ -126,8 +105,8 @@ class RouterMethod(Settings, ABC):
 
     def __post_init__(self) -> None:
         for name, annotation in annotations_of(type(self)).items():
-            is_list = get_origin(union_members(annotation)[0]) is tuple
-            if is_list and not isinstance(value := getattr(self, name), list | tuple):
+            value = getattr(self, name, ())
+            if get_origin(union_members(annotation)[0]) is tuple and not isinstance(value, list | tuple):
                 object.__setattr__(self, name, (value,))
         super().__post_init__()
 

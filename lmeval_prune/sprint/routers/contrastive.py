@@ -85,7 +85,6 @@ class NearestHeads(Ranker):
         heads: head embeddings v_j, shape (pool, p).
     """
 
-    shapes: ClassVar = {"theta": ("p", "width"), "heads": ("pool", "p")}
     theta: Tensor
     heads: Tensor
 

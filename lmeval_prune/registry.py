@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Collection, Iterator, Mapping, MutableMapping
 from functools import cached_property
 from importlib.metadata import entry_points
 from pkgutil import resolve_name
@@ -18,7 +18,8 @@ class Registry(MutableMapping[str, str]):
     """Import paths, `MODULE:CLASS`, by name; a class is imported at first use.
 
     An installed package adds a class by an entry point of the registry's group, and a program by `registry[name] =
-    CLASS`, or its import path. Names of this package cannot be taken: such an entry point is left out, with a warning.
+    CLASS`, or its import path. Names of this package and reserved ones cannot be taken: such an entry point is left
+    out, with a warning.
 
     Args:
         group: group of the entry points.
@@ -29,6 +30,12 @@ class Registry(MutableMapping[str, str]):
     def __init__(self, group: str, setting: str, own: Mapping[str, str]) -> None:
         self.group, self.setting, self.own = group, setting, dict(own)
         self._added: dict[str, str] = {}
+        self._reserved: set[str] = set()
+
+    def reserve(self, names: Collection[str]) -> None:
+        """Keep names of other settings from being taken."""
+        self._reserved |= {*names} - self.own.keys()
+        vars(self).pop("_declared", None)
 
     @cached_property
     def _declared(self) -> dict[str, dict[str, str]]:
@@ -44,7 +51,7 @@ class Registry(MutableMapping[str, str]):
         return declared
 
     def _can_be_taken(self, name: str) -> bool:
-        return name.isidentifier() and name not in self.own
+        return name.isidentifier() and name not in {*self.own, *self._reserved}
 
     @property
     def _paths(self) -> dict[str, str]:

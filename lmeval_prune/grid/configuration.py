@@ -33,6 +33,7 @@ import yaml
 from lmeval_prune.config import Count, Natural, Positive, Seed, Settings, packaged
 from lmeval_prune.errors import InputError, brief, check_exists, did_you_mean
 from lmeval_prune.grid.folder import check_name
+from lmeval_prune.interventions import METHODS
 from lmeval_prune.models.arguments import argument_names, hf_arguments
 from lmeval_prune.models.server_options import SERVER_ARGUMENTS, SERVER_OPTIONS
 
@@ -42,8 +43,9 @@ SHARED_TASK_SETTINGS = ("limit", "num_fewshot", "gen_kwargs", "metric")  # a gri
 FROM_PRETRAINED_ARGUMENTS = {"attn_implementation", "variant", "use_safetensors"}  # `hf` passes them to from_pretrained
 # Settings that hold for the whole run. A variant that sets one is refused with this remedy.
 RUN_ARGUMENTS = {"responses": "leave it out", "batch_size": "set `batch_size:` once", "device": "set `device:` once"}
-# Names of settings beside this package's arguments.
+# Names of settings beside this package's arguments; a method cannot have them.
 OTHER_SETTINGS = {*hf_arguments(), *FROM_PRETRAINED_ARGUMENTS, *VARIANT_SETTINGS, *SERVER_ARGUMENTS}
+METHODS.reserve(OTHER_SETTINGS | SERVER_OPTIONS)
 
 
 @dataclass(frozen=True)

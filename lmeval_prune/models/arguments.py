@@ -136,6 +136,7 @@ _ROUTER_SETTINGS = {"router_store", "router_pool", "router_seed", "router_size",
 FAMILY_DESCRIPTION = ("attention_path", "attention_output", "attention_heads")
 ROUTER_ARGUMENTS = ("router", *sorted(_ROUTER_SETTINGS))
 _INTERNAL = {"pretrained", "interventions", "others"}
+METHODS.reserve({argument.name for argument in fields(Arguments)})
 
 
 @cache

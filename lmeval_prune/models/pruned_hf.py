@@ -39,11 +39,11 @@ from lmeval_prune.decoding.request import end_tokens, stop_strings
 from lmeval_prune.decoding.sampling import RefuseNaN
 from lmeval_prune.decoding.stopping import Stopping
 from lmeval_prune.errors import InputError, print_input_errors
-from lmeval_prune.interventions import interventions_on
+from lmeval_prune.interventions import METHODS, interventions_on
 from lmeval_prune.interventions.base import preserve_state
 from lmeval_prune.models.answer_store import AnswerStore
 from lmeval_prune.models.answering import Answering
-from lmeval_prune.models.arguments import Arguments
+from lmeval_prune.models.arguments import Arguments, hf_arguments
 from lmeval_prune.models.engine_choice import EngineChoice
 from lmeval_prune.models.generation import answer_limit, check_settings, prompt_room
 from lmeval_prune.models.head_router import FixedOrderRouter
@@ -54,6 +54,7 @@ from lmeval_prune.models.lm_base import AnsweringLM, log_interventions, use_lm_e
 from lmeval_prune.profiling.costs import cost_columns
 
 eval_logger = logging.getLogger(__name__)
+METHODS.reserve({"self", "kwargs", *hf_arguments()})
 
 
 class PrunedHFLM(AnsweringLM, HFLM):

@@ -43,7 +43,7 @@ Decay = Annotated[float, Interval(ge=0, le=100)]  # a thousand times what is usu
 Scale = Annotated[float, Interval(gt=0, le=1e6)]  # of lengths and terms of a loss, whose squares float32 squares again
 ScaleOrZero = Annotated[float, Interval(ge=0, le=1e6)]
 
-INCLUDE_PATH, INCLUDE_HELP = "include_path", "folder with YAML files of tasks of your own, as for lm_eval"
+INCLUDE_PATH = "include_path"
 
 
 # ---------------------------------------------------------------------- values
@@ -358,7 +358,8 @@ def command_parser(name: str, function: Callable[..., int]) -> Parser:
     parser.add_function_arguments(function, as_group=False)
     about = declared(function)
     if about.takes_tasks:
-        parser.add_argument(f"--{INCLUDE_PATH}", type=str | None, metavar="FOLDER", help=INCLUDE_HELP)
+        include_help = "folder with YAML files of tasks of your own, as for lm_eval"
+        parser.add_argument(f"--{INCLUDE_PATH}", type=str | None, metavar="FOLDER", help=include_help)
     section = name.split()[0]
     config_help = f"YAML recipe: its section `{section}` sets options; the command line overrides it"
     parser.add_argument("--config", metavar="FILE", help=config_help)

@@ -107,7 +107,7 @@ def main() -> None:
     from lmeval_prune.sprint.options import FitOptions, ReportOptions, SweepOptions
     from lmeval_prune.sprint.outcomes import OutcomeStore
     from lmeval_prune.sprint.report import write_report
-    from lmeval_prune.sprint.sweep import Sweep
+    from lmeval_prune.sprint.sweep import run_sweep
 
     model = work / "model"
     stage("fine-tune", lambda: fine_tune(model), model.is_dir)
@@ -115,7 +115,7 @@ def main() -> None:
     common: dict[str, Any] = {"apply_chat_template": True, "gen_kwargs": {"max_gen_toks": LONGEST}}
 
     def sweep(name: str, split: str, limit: int | None) -> None:
-        Sweep(SweepOptions(arguments, (TASK,), str(work / name), split=split, limit=limit, **common)).run()
+        run_sweep(SweepOptions(arguments, (TASK,), str(work / name), split=split, limit=limit, **common))
 
     for name, split, limit in (
         ("test", TEST, options.test),

@@ -50,9 +50,6 @@ COMMANDS = {
 OUTPUTS = ("output", "cut", "lm_eval")
 SHARED = ("sweep", "distill", "grid run")
 
-# Commands that run lm-eval: the package's models and tasks are registered first, even without the bridge.
-WITH_LM_EVAL = ("run", "sweep", "grid run", "importance", "prune", "distance", "distill")
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; an error prints one line and returns 1, a user's mistake 2. `--debug` shows tracebacks."""
@@ -84,11 +81,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(name: str, words: Sequence[str]) -> int:
     """Read and check the options of a command, lock its outputs, and call it."""
     function, command_words = resolve_name(COMMANDS[name]), words[len(name.split()) :]
-    takes_words = bool(inspect.getfullargspec(function).varargs)
+    takes_words, takes_tasks = bool(inspect.getfullargspec(function).varargs), declared(function).takes_tasks
     options = {} if takes_words else read_options(name, function, command_words, COMMANDS)
     outputs = () if name in SHARED else (options.get(option) for option in OUTPUTS)
     try:
-        if name in WITH_LM_EVAL:
+        if takes_words or takes_tasks:  # lm-eval needs this package's models and tasks, even without the bridge
             from lmeval_prune.plugin import registration
 
             registration.register()

@@ -15,11 +15,10 @@ import inspect
 import json
 import math
 import os
-import re
 import types
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
-from functools import partial
 from keyword import iskeyword
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, Union, get_args, get_origin, get_type_hints
@@ -44,7 +43,7 @@ Decay = Annotated[float, Interval(ge=0, le=100)]  # a thousand times what is usu
 Scale = Annotated[float, Interval(gt=0, le=1e6)]  # of lengths and terms of a loss, whose squares float32 squares again
 ScaleOrZero = Annotated[float, Interval(ge=0, le=1e6)]
 
-INCLUDE_PATH, INCLUDE_HELP = "include_path", "folder with YAML files of tasks of your own, as for lm_eval"
+INCLUDE_PATH = "include_path"
 
 
 # ---------------------------------------------------------------------- values
@@ -153,15 +152,6 @@ def to_plain_json(name: str, value: Any) -> Any:
 # ---------------------------------------------------------------------- dataclasses
 
 
-def required_fields(declaration: Any) -> list[str]:
-    """Return the names of a dataclass's fields that have no default."""
-    return [
-        field.name
-        for field in fields(declaration)
-        if field.init and field.default is MISSING and field.default_factory is MISSING
-    ]
-
-
 class Use(NamedTuple):
     """Options that are read only under a condition.
 
@@ -233,7 +223,8 @@ class Settings:
             if name not in names:
                 hint = did_you_mean(str(name), names) or f"; it has {', '.join(names) or 'none'}"
                 raise InputError(f"{subject} has no setting {name!r}{hint}")
-        if missing := [name for name in required_fields(cls) if name not in values]:
+        needed = [f.name for f in fields(cls) if f.init and f.default is MISSING and f.default_factory is MISSING]
+        if missing := [name for name in needed if name not in values]:
             raise InputError(f"{subject} needs {', '.join(missing)}")
         return cls(**values)
 
@@ -302,36 +293,63 @@ def read_options(
         InputError: an option is unknown, missing or not of its type, or the recipe cannot be read.
     """
     parser = command_parser(name, function)
-    count = next((index for index, word in enumerate(words) if word.startswith("-")), len(words))
-    first, others = declared(function).first, [_underscored(word) for word in words[count:]]
-    if count and not first:
-        raise InputError(f"{words[0]!r} follows no option; {parser.prog} --help lists them")
-    if count:
-        is_list = first in parser.lists
-        others = [f"--{first}", *([json.dumps(words[:count])] if is_list else words[:count]), *others]
-    try:
-        if not {"-h", "--help"} & set(others):
-            finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-            finder.add_argument("--config")
-            typed, others = finder.parse_known_args(others)
-            sections = list(dict.fromkeys(other.split()[0] for other in (name, *commands)))
-            recipe = _recipe_section(packaged(typed.config), sections) if typed.config else {}
-            names = {word[2:].partition("=")[0] for word in others if word.startswith("--")}
-            if typed.config:  # an empty value takes an option of the recipe back
-                spaced = {i for i, word in enumerate(others[1:]) if not word and re.fullmatch(r"--\w+", others[i])}
-                left = {i for i in range(len(others)) if i not in spaced and i - 1 not in spaced}
-                others = [word for i, word in enumerate(others) if i in left and not re.fullmatch(r"--\w+=", word)]
-            for option in (*recipe, *names):
-                if option not in parser.option_names:
-                    hint = did_you_mean(str(option), parser.option_names)
-                    raise InputError(f"{name} has no option {option!r}{hint}")
-            set_here = {option: value for option, value in recipe.items() if option not in names and value is not None}
-            others = [word for item in set_here.items() for word in _as_words(*item, parser.repeatable)] + others
-        options = parser.parse_args(others).as_dict()
-    except argparse.ArgumentError as error:
-        raise InputError(re.sub(r"^argument \S+: (?=--)", "", " ".join(str(error).split()))) from None
-    del options["config"]
-    return {f"{option}_" if iskeyword(option) else option: value for option, value in options.items()}
+    if {"-h", "--help"} & {*words}:
+        parser.print_help()
+        raise SystemExit(0)
+    typed = _typed_words(parser, declared(function).first, deque(words))
+    recipe: dict[str, Any] = {}
+    if "config" in typed:
+        sections = list(dict.fromkeys(other.split()[0] for other in (name, *commands)))
+        recipe = _recipe_section(packaged(typed.pop("config")[-1]), sections)
+    for option in (*recipe, *typed):
+        if option not in parser.types:
+            raise InputError(f"{name} has no option {option!r}{did_you_mean(str(option), parser.types)}")
+    if recipe:  # an empty value takes an option of the recipe back
+        given = {option: [word for word in values if word != ""] for option, values in typed.items()}
+        recipe = {option: value for option, value in recipe.items() if value is not None and option not in given}
+        typed = {option: values for option, values in given.items() if values}
+    options = {}
+    for action in parser._actions:
+        option = action.dest
+        if option in ("help", "config"):
+            continue
+        value, hint = action.default, parser.types[option]
+        if option in typed:
+            can_repeat = get_origin(union_members(hint)[0]) is Sequence
+            value = typed[option] if can_repeat else _parse_option(option, typed[option][-1], hint)
+        elif option in recipe:
+            value = _parse_option(option, recipe[option], hint)
+        elif action.required:
+            raise InputError(f"{name} needs --{option}; {parser.prog} --help explains it")
+        options[f"{option}_" if iskeyword(option) else option] = value
+    return options
+
+
+def _typed_words(parser: Parser, first: str, words: deque[str]) -> dict[str, list[str]]:
+    """Return the values that follow each option on a command line; `first` is the option of words before them."""
+    typed: dict[str, list[str]] = {}
+    leading = []
+    while words and not words[0].startswith("-"):
+        leading.append(words.popleft())
+    is_list = get_origin(union_members(parser.types.get(first))[0]) is tuple
+    if leading and first and (is_list or len(leading) == 1):
+        typed[first] = [json.dumps(leading) if is_list else leading[0]]
+    elif leading:
+        raise InputError(f"{leading[-1]!r} follows no option; {parser.prog} --help lists them")
+    while words:
+        word = words.popleft()
+        option, equals, value = word.partition("=")
+        option = option.removeprefix("--").replace("-", "_")
+        if not word.startswith("--"):
+            raise InputError(f"{word!r} follows no option; {parser.prog} --help lists them")
+        if not equals and words and not words[0].startswith("--"):
+            value = words.popleft()
+        elif not equals and bool in union_members(parser.types.get(option)):
+            value = "true"
+        elif not equals and option in parser.types:
+            raise InputError(f"--{option} needs a value")
+        typed.setdefault(option, []).append(value)
+    return typed
 
 
 def command_parser(name: str, function: Callable[..., int]) -> Parser:
@@ -340,13 +358,14 @@ def command_parser(name: str, function: Callable[..., int]) -> Parser:
     parser.add_function_arguments(function, as_group=False)
     about = declared(function)
     if about.takes_tasks:
-        parser.add_argument(f"--{INCLUDE_PATH}", type=str | None, metavar="FOLDER", help=INCLUDE_HELP)
+        include_help = "folder with YAML files of tasks of your own, as for lm_eval"
+        parser.add_argument(f"--{INCLUDE_PATH}", type=str | None, metavar="FOLDER", help=include_help)
     section = name.split()[0]
     config_help = f"YAML recipe: its section `{section}` sets options; the command line overrides it"
     parser.add_argument("--config", metavar="FILE", help=config_help)
     required = {action.dest: action for action in parser._actions if action.required}
     first = (about.word or about.first.removesuffix("s")).upper()
-    first = f"{first} {first} …" if about.first in parser.lists else first
+    first = f"{first} {first} …" if get_origin(union_members(parser.types.get(about.first))[0]) is tuple else first
     words = [first if about.first in required else f"[{first}]"] if about.first else []
     words += [f"--{option} {action.metavar}" for option, action in required.items() if option != about.first]
     parser.usage = " ".join(["%(prog)s", *words, "[options]"])
@@ -354,40 +373,27 @@ def command_parser(name: str, function: Callable[..., int]) -> Parser:
 
 
 class Parser(ArgumentParser):
-    """Parses the notation of this module.
+    """The options of a command, with their help.
 
     Attributes:
-        option_names: names of its options.
-        types: their annotations.
-        repeatable: those that can be repeated.
-        lists: those that are tuples.
+        types: their annotations by name.
     """
 
     def __init__(self, **settings: Any) -> None:
-        self.option_names: set[str] = set()
         self.types: dict[str, Any] = {}
-        self.repeatable: set[str] = set()
-        self.lists: set[str] = set()
-        super().__init__(**settings, formatter_class=argparse.HelpFormatter, exit_on_error=False, allow_abbrev=False)
+        super().__init__(**settings, formatter_class=argparse.HelpFormatter)
 
     def add_argument(self, *names: str, **settings: Any) -> Any:
-        """Add an option; its value is parsed like every setting."""
+        """Add an option."""
         hint = settings.get("type") or getattr(settings.get("action"), "_typehint", None)
-        kind = union_members(hint)[0]
-        name = names[-1].strip("-+").rstrip("_")
-        self.option_names.add(name)
+        kind, name = union_members(hint)[0], names[-1].strip("-+").rstrip("_")
         self.types[name] = hint
-        if get_origin(kind) is Sequence:
-            self.repeatable.add(name)
-            settings |= {"action": "append", "type": get_args(kind)[0], "default": []}
-        elif is_supported_type(hint):
-            settings |= {"action": None, "type": partial(_parse_word, f"--{name}", hint)}
-            if get_origin(kind) is tuple:
-                self.lists.add(name)
+        if hint is not None:  # `read_options` parses the value
             notation = {tuple: "A,B,…", dict: "NAME=VALUE,…"}.get(get_origin(kind))
-            settings["metavar"] = notation or settings.get("metavar") or name.upper()
-            if kind is bool:
-                settings |= {"nargs": "?", "const": True, "metavar": "true|false"}
+            settings |= {"action": None, "type": lambda word: word}
+            settings["metavar"] = "true|false" if kind is bool else notation or settings.get("metavar") or name.upper()
+            settings |= {"nargs": "?", "const": True} if kind is bool else {}
+            settings |= {"default": []} if get_origin(kind) is Sequence else {}
         default, end = settings.get("default"), ""
         if (default or type(default) in (int, float)) and default != argparse.SUPPRESS:
             end = f" (default: {','.join(map(str, default)) if isinstance(default, tuple) else default})"
@@ -401,14 +407,8 @@ def packaged(path: str) -> Path:
     return own if path.startswith("configs/") and not Path(path).exists() and own.is_file() else Path(path)
 
 
-def _underscored(word: str) -> str:
-    """Convert `--num-fewshot=2` to `--num_fewshot=2`."""
-    name, equals, value = word.partition("=")
-    return f"--{name[2:].replace('-', '_')}{equals}{value}" if word.startswith("--") else word
-
-
 def _recipe_section(path: Path, sections: Sequence[str]) -> dict[str, Any]:
-    """Read the first of `sections` from a recipe; the recipe may have the others, too."""
+    """Read the first of `sections` from a recipe, as JSON; the recipe may have the others, too."""
     import yaml
 
     check_exists(path, file=True)
@@ -424,32 +424,30 @@ def _recipe_section(path: Path, sections: Sequence[str]) -> dict[str, Any]:
     section = recipe.get(sections[0])
     if not isinstance(section, dict):
         raise InputError(f"{path} must have sections, one of them `{sections[0]}:` with options")
-    return section
+    return json.loads(json.dumps(section, default=str))
 
 
-def _as_words(name: str, value: Any, repeatable: set[str]) -> list[str]:
-    """Convert an option of a recipe to words of a command line."""
-    if name in repeatable and isinstance(value, dict):
-        value = [f"{key}={item}" for key, item in value.items()]
-    values = value if name in repeatable and isinstance(value, list) else [value]
-    return [f"--{name}={value if isinstance(value, str) else json.dumps(value, default=str)}" for value in values]
-
-
-def _parse_word(option: str, annotation: Any, word: Any) -> Any:
-    """Parse a word of the command line by an annotation; lists and dictionaries of a recipe arrive as JSON."""
-    members = union_members(annotation)
-    if word == "null" and types.NoneType in members and str not in members:
+def _parse_option(option: str, value: Any, annotation: Any) -> Any:
+    """Parse a word of the command line, or a value of a recipe."""
+    kinds = union_members(annotation)
+    origins = {get_origin(kind) for kind in kinds}
+    if Sequence in origins:
+        items = [f"{key}={item}" for key, item in value.items()] if isinstance(value, dict) else value
+        return [str(item) for item in (items if isinstance(items, list) else [items])]
+    if not isinstance(value, str) and not (isinstance(value, list | dict) and origins & {tuple, dict}):
+        value = json.dumps(value)
+    if value == "null" and types.NoneType in kinds and str not in kinds:
         return None
-    origins, value = {get_origin(kind) for kind in members}, word
     try:
-        if isinstance(word, str) and dict in origins:
+        if isinstance(value, str) and dict in origins:
             from lm_eval._cli.utils import key_val_to_dict
 
-            value = json.loads(word) if word.startswith("{") else key_val_to_dict(word)
-        elif isinstance(word, str) and tuple in origins:
-            items = [item for item in map(str.strip, word.split(",")) if item]
-            value = json.loads(word) if word.startswith("[") else items
-        return parse_value(option, value, annotation)
+            value = json.loads(value) if value.startswith("{") else key_val_to_dict(value)
+        elif isinstance(value, str) and tuple in origins:
+            items = [item for item in map(str.strip, value.split(",")) if item]
+            value = json.loads(value) if value.startswith("[") else items
+        return parse_value(f"--{option}", value, annotation)
     except ValueError as error:
-        text = str(error) if isinstance(error, InputError) else f"{option}={word!r} cannot be read ({error})"
-        raise argparse.ArgumentTypeError(text) from None
+        if isinstance(error, InputError):
+            raise
+        raise InputError(f"--{option}={value!r} cannot be read ({error})") from None

@@ -25,10 +25,6 @@ class InputError(ValueError):
         self.problem = problem
 
 
-class BusyError(InputError):
-    """An output that another process or thread is writing."""
-
-
 class DiskError(InputError):
     """A file that cannot be written because the disk is full or read-only. The run can be resumed."""
 
@@ -58,7 +54,7 @@ def disk_error(error: BaseException, path: object) -> DiskError | None:
 
 
 @contextmanager
-def report_write_errors(path: object) -> Iterator[None]:
+def report_write_errors(path: object, full_disk_only: bool = False) -> Iterator[None]:
     """Convert errors of writing `path` to an `InputError`, or to a `DiskError` if the disk accepts no files."""
     try:
         yield
@@ -67,7 +63,7 @@ def report_write_errors(path: object) -> Iterator[None]:
     except Exception as error:
         if full_disk := disk_error(error, path):
             raise full_disk from error
-        if not isinstance(error, OSError):
+        if full_disk_only or not isinstance(error, OSError):
             raise
         kind = DiskError if error.errno in (errno.EACCES, errno.EPERM) else InputError
         raise kind(f"{path} cannot be written: {error.strerror or error}") from error

@@ -9,7 +9,7 @@ from importlib.metadata import entry_points
 from pkgutil import resolve_name
 from typing import Any
 
-from lmeval_prune.errors import InputError, did_you_mean, first_line
+from lmeval_prune.errors import InputError, did_you_mean
 
 logger = logging.getLogger(__name__)
 
@@ -28,51 +28,42 @@ class Registry(MutableMapping[str, str]):
     """
 
     def __init__(self, group: str, setting: str, own: Mapping[str, str]) -> None:
-        self.group, self.setting = group, setting
-        self.own = dict(own)
+        self.group, self.setting, self.own = group, setting, dict(own)
         self._added: dict[str, str] = {}
         self._reserved: set[str] = set()
-        self._warned: set[str] = set()
 
     def reserve(self, names: Collection[str]) -> None:
         """Keep names of other settings from being taken."""
         self._reserved |= {*names} - self.own.keys()
+        vars(self).pop("_declared", None)
 
     @cached_property
     def _declared(self) -> dict[str, dict[str, str]]:
         """Packages by the import paths that they declare for each name."""
         declared: dict[str, dict[str, str]] = {}
         for point in entry_points(group=self.group):
-            path = point.value.partition("[")[0].strip()
-            declared.setdefault(point.name, {}).setdefault(path, point.dist.name if point.dist else "unknown")
+            package = point.dist.name if point.dist else "unknown"
+            if self._can_be_taken(point.name):
+                declared.setdefault(point.name, {}).setdefault(point.value.partition("[")[0].strip(), package)
+            else:
+                where = f"{point.name!r} in {self.group}"
+                logger.warning("%s has %s, which is taken, or no name like my_method; it is left out", package, where)
         return declared
+
+    def _can_be_taken(self, name: str) -> bool:
+        return name.isidentifier() and name not in {*self.own, *self._reserved}
 
     @property
     def _paths(self) -> dict[str, str]:
-        others = {name: next(iter(packages)) for name, packages in self._declared.items()} | self._added
-        problems = {name: problem for name in others if (problem := self._problem_of(name))}
-        for name in sorted(problems.keys() - self._warned):
-            self._warned.add(name)
-            packages = " and ".join(self._declared.get(name, {}).values()) or "this program"
-            logger.warning("%s has %r in %s, which %s; it is left out", packages, name, self.group, problems[name])
-        return self.own | {name: path for name, path in others.items() if name not in problems}
-
-    def _problem_of(self, name: str) -> str:
-        """Return why a name cannot be taken; empty if it can."""
-        if not name.isidentifier():
-            return "is not a name like my_method"
-        if name in self.own:
-            return f"is {self.own[name]} already"
-        return "is the name of another setting" if name in self._reserved else ""
+        return self.own | {name: next(iter(packages)) for name, packages in self._declared.items()} | self._added
 
     def __getitem__(self, name: str) -> str:
         return self._paths[name]
 
     def __setitem__(self, name: str, target: str | type) -> None:
-        path = target if isinstance(target, str) else import_path(target)
-        if problem := self._problem_of(name):
-            raise InputError(f"{self.setting} {name!r} {problem}; give {path} another name")
-        self._added[name] = path
+        if not self._can_be_taken(name):
+            raise InputError(f"{self.setting} {name!r} is taken, or no name like my_method; give {target} another name")
+        self._added[name] = target if isinstance(target, str) else import_path(target)
 
     def __delitem__(self, name: str) -> None:
         del self._added[name]
@@ -83,27 +74,15 @@ class Registry(MutableMapping[str, str]):
     def __len__(self) -> int:
         return len(self._paths)
 
-    def check(self, name: str) -> None:
-        """Raise `InputError` for an unknown name, without importing a class."""
+    def load(self, name: str) -> Any:
+        """Import the class of a name; `InputError` if it is unknown, or declared by two packages."""
         if name not in self:
             names = ", ".join(self)
             raise InputError(f"{self.setting}={name!r} is not known; use {names}{did_you_mean(name, self)}")
-
-    def load(self, name: str) -> Any:
-        """Import the class of a name; `InputError` if it is unknown, or declared by two packages."""
-        self.check(name)
-        packages = self._declared.get(name, {})
-        if name not in {**self.own, **self._added} and len(packages) > 1:
+        packages = {} if name in self._added else self._declared.get(name, {})
+        if len(packages) > 1:
             raise InputError(f"{self.setting}={name} is declared by {' and '.join(packages.values())}; uninstall one")
         return resolve_name(self[name])
-
-    def classes(self) -> Iterator[tuple[str, Any]]:
-        """Yield each name and its class; one that cannot be imported is left out, with a warning."""
-        for name in self:
-            try:
-                yield name, self.load(name)
-            except Exception as error:
-                logger.warning("%s=%s is left out (%s)", self.setting, name, first_line(error))
 
     def name_of(self, kind: type, default: str) -> str:
         """Return the name of a class, or `default` if the registry lacks it."""

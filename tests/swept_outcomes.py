@@ -12,7 +12,7 @@ import numpy as np
 
 from lmeval_prune.architectures import ModelMap
 from lmeval_prune.models.attempts import DENSE
-from lmeval_prune.sprint.outcomes import OutcomeStore, Question
+from lmeval_prune.sprint.outcomes import OutcomeStore
 
 
 def write_outcomes(
@@ -30,14 +30,14 @@ def write_outcomes(
     rows = max(map(len, z.values()))
     texts = texts or [f"q{n}" for n in range(rows)]
     questions = [
-        {**Question("toy", split, n)._asdict(), "question": texts[n], "prompt": "p", "attributes": {}}
+        {"task": "toy", "split": split, "doc_id": n, "question": texts[n], "prompt": "p", "attributes": {}}
         for n in range(rows)
     ]
     store = OutcomeStore(folder)
     store.begin(model, {"toy": dict(settings)}, questions, list(z))
     blank = {"extracted": "", "answer": "", "length": None, "cut_off": None}
     store.add(
-        {**Question("toy", split, n)._asdict(), "attempt": head, "outcome": bool(value), **blank}
+        {"task": "toy", "split": split, "doc_id": n, "attempt": head, "outcome": bool(value), **blank}
         for head, column in z.items()
         for n, value in enumerate(column)
         if not np.isnan(value)

@@ -11,7 +11,6 @@ import shutil
 import signal
 import stat
 import string
-import time
 import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -31,17 +30,15 @@ from torch import nn
 from lmeval_prune import InputError, map_model
 from lmeval_prune.artefacts import (
     Work,
+    _warn_no_locks,
     check_writable,
     file_name,
-    locks,
     new_file,
     new_folder,
     output_lock,
     write_text,
 )  # fmt: skip
 from lmeval_prune.athena import checkpoint as athena
-from lmeval_prune.checkpoints import pruned
-from lmeval_prune.checkpoints.loading import load_pretrained
 from lmeval_prune.cli import COMMANDS, main
 from lmeval_prune.config import Parser
 from lmeval_prune.grid.comparison import compare as compare_grid
@@ -53,10 +50,9 @@ from lmeval_prune.pruners.parts import Removal
 from lmeval_prune.pruners.stores import load_layer, load_scores, save_layer, save_scores, sums
 from lmeval_prune.sprint.router import Router
 from lmeval_prune.sprint.routers.contrastive import NearestHeads
-from lmeval_prune.surgery.cut import cut_to
 from tests.athena_hosts import encoder_folder, host
 from tests.test_grid_comparison import write_grid
-from tests.tiny_models import output, tiny, tokens
+from tests.tiny_models import tiny
 
 ROOT = Path(__file__).parents[1]
 
@@ -132,36 +128,6 @@ def test_the_second_writer_of_a_folder_is_refused(tmp_path: Path) -> None:
         ended.set()
         first.result()
     assert here(tmp_path) == ["x", "y"] and here(tmp_path / "x") == ["a", "b"]
-
-
-def test_two_cuts_of_one_output(
-    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
-    """The second one ends in a line; the checkpoint of the first is whole."""
-    begun, ended, write = Event(), Event(), pruned._write_model
-
-    def slow(*arguments: Any) -> None:
-        write(*arguments)
-        begun.set()
-        assert ended.wait(60)
-
-    model, out = load_pretrained(tiny_folder), tmp_path / "cut"
-    for number, heads in enumerate(("L*H0-1", "L0H0-1")):
-        Plan(heads).save(tmp_path / f"{number}.json", map_model(model))
-    monkeypatch.setattr(pruned, "_write_model", slow)
-    words = ["cut", "--pretrained", str(tiny_folder), "--output", str(out), "--plan"]
-    with elsewhere(lambda: main([*words, str(tmp_path / "0.json")]), ended) as first:
-        assert begun.wait(60)
-        monkeypatch.setattr(pruned, "_write_model", write)
-        assert main([*words, str(tmp_path / "1.json")]) == 2
-        with pytest.raises(InputError, match="another run is writing"):  # in Python, too
-            cut_to(out, model, Plan("L0H0-1"))
-        ended.set()
-        assert first.result() == 0
-    assert "error: another run is writing to" in capsys.readouterr().err
-    with Plan("L*H0-1").applied_to(model):
-        torch.testing.assert_close(output(load_pretrained(out), tokens()), output(model, tokens()))
-    assert not [name for name in here(tmp_path) if name.startswith(".")]
 
 
 def options_of(command: str) -> Parser:
@@ -256,7 +222,7 @@ def test_a_file_system_without_locks_is_written(
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr("fcntl.flock", refuse)
-    locks._warn_no_locks.cache_clear()
+    _warn_no_locks.cache_clear()
     write_text(tmp_path / "a.json", "1")
     assert not caplog.records  # a file needs no lock
     for name in "bc":
@@ -279,34 +245,6 @@ def test_a_store_that_nobody_has_any_more_leaves_no_lock(tmp_path: Path) -> None
 # --------------------------------------------------------------------------- what a kill leaves
 
 
-def leftover(folder: Path, system: str, process: int, began: int, age: float = 0) -> Path:
-    path = folder / f".lmeval-prune-{system}-{process}-{began}-x"
-    path.mkdir()
-    (path / "half").touch()
-    for part in (path / "half", path):
-        os.utime(part, (time.time() - age,) * 2)
-    return path
-
-
-def test_only_what_dead_writers_have_left_is_removed(tmp_path: Path) -> None:
-    system, process, day = locks._system_id(), os.getpid(), 24 * 3600
-    child = forked(lambda: None)
-    ended(child)
-    stay = {
-        leftover(tmp_path, system, process, locks._start_time(process), 99 * day),  # of this process
-        leftover(tmp_path, system, os.getppid(), locks._start_time(os.getppid()), 99 * day),
-        leftover(tmp_path, "another", child, 0, day),  # may be alive there
-    }
-    go = {
-        leftover(tmp_path, system, child, 0),
-        leftover(tmp_path, system, process, locks._start_time(process) - 60),  # had the same number before
-        leftover(tmp_path, "another", process, 0, 8 * day),
-    }
-    (tmp_path / ".lmeval-prune-x.lock").touch()
-    with output_lock(tmp_path / "y"):
-        assert {tmp_path / name for name in here(tmp_path)} == {*stay, tmp_path / ".lmeval-prune-y.lock"} - go
-
-
 def write_file(path: Path, stop: Callable[[], Any]) -> None:
     with new_file(path) as growing:
         growing.write_text("new")
@@ -326,10 +264,10 @@ def test_the_next_writer_removes_what_a_kill_has_left(write: Callable[..., None]
     if child == 0:
         write(path, lambda: os.kill(os.getpid(), signal.SIGKILL))
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
-    left = [name for name in here(tmp_path) if name.startswith(".")]
-    assert left and not path.exists()
+    assert here(tmp_path) and not path.exists()
+    (tmp_path / ".lmeval-prune-x.lock").touch()
     write(path, lambda: None)
-    assert path.exists() and not [name for name in here(tmp_path) if name.startswith(".")]
+    assert here(tmp_path) == ["out.json"]
 
 
 def test_what_is_being_written_is_left_alone(tmp_path: Path) -> None:
@@ -572,7 +510,7 @@ def test_numbers_that_are_not_finite_are_refused_where_they_enter(
 
 
 def test_vectors_of_an_encoder_that_are_not_finite_are_refused() -> None:
-    from lmeval_prune.sprint.encoder import embed
+    from lmeval_prune.sprint.router import embed
 
     class Broken(nn.Module):
         def encode(self, texts: list[str], **_: Any) -> Any:

@@ -232,17 +232,6 @@ def test_a_configuration_of_lm_eval_and_its_check_of_tasks(tiny_folder: Path, tm
     assert json.loads(path.read_text())["config"]["pruning"]["heads"] == ["L0H3", "L1H0"]
 
 
-@pytest.mark.long
-def test_the_other_ways_to_start_lm_eval(tiny_folder: Path, tmp_path: Path) -> None:
-    """The listing of all tasks, and accelerate launch."""
-    listed = call("ls", "tasks", python=script("lm_eval"), cwd=tmp_path)
-    assert "prune_gsm8k" in listed.stdout and "hellaswag" in listed.stdout
-    launch = started(
-        sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "1", "-m", "lm_eval"
-    )
-    assert evaluate(tiny_folder, tmp_path, arguments=",heads=L0H1", launch=launch)[1]["heads"] == ["L0H1"]
-
-
 def test_the_source_archive_can_build_the_wheel() -> None:
     from hatchling.builders.sdist import SdistBuilder
 

@@ -14,8 +14,8 @@ from lmeval_prune import InputError
 from lmeval_prune.artefacts import digest
 from lmeval_prune.cli import main
 from lmeval_prune.models.attempts import DENSE
-from lmeval_prune.sprint import curves, policies
-from lmeval_prune.sprint import head_table as heads
+from lmeval_prune.sprint import curves, report
+from lmeval_prune.sprint import router as policies
 from lmeval_prune.sprint.fit import fit
 from lmeval_prune.sprint.options import FitOptions, ReportOptions
 from lmeval_prune.sprint.outcomes import Outcomes, OutcomeStore
@@ -117,17 +117,19 @@ def test_curves(stores: tuple[Outcomes, Outcomes], tmp_path: Path) -> None:
 
 def test_the_table_and_its_gains(stores: tuple[Outcomes, Outcomes]) -> None:
     _, test = stores
-    table = heads.HeadTable.of(test)
-    assert list(table.groups) == ["algebra", "geometry"] and list(table.layers) == ["L5", "L10"]
+    groups = report.groups_of(test)
+    table = report.head_table(test, groups)
+    assert list(groups) == ["algebra", "geometry"] and list(dict.fromkeys(table["layer"])) == ["L5", "L10"]
     rows = [i for i, row in enumerate(test.questions) if row["attributes"]["subject"] == "algebra"]
-    assert table.accuracy["algebra", "L5H1"] == pytest.approx(test.z[rows, 2].mean())
+    accuracy = table.set_index(["group", "layer", "head"])["accuracy"]
+    assert accuracy["algebra", "L5", 1] == pytest.approx(test.z[rows, 2].mean())
     gain = max(test.z[rows, 1].mean(), test.z[rows, 2].mean()) - test.z[rows, 0].mean()
-    assert heads.gains(table)["L5"][0] == pytest.approx(gain)
-    assert list(heads.groups(test, "level")) == ["0", "1", "2"]
-    lines = table.markdown()["algebra"].splitlines()
+    assert report.gains(table)["L5"][0] == pytest.approx(gain)
+    assert list(report.groups_of(test, "level")) == ["0", "1", "2"]
+    lines = report.head_tables(table)["algebra"].splitlines()
     (best,) = [line for line in lines if line.split("|")[1].strip() == "1"]  # head 1, the best of layer 5
     assert f"**{test.z[rows, 2].mean():.3f}**" in best and lines[-1].split("|")[1].strip() == "none"
-    assert len(table.long()) == 2 * 4
+    assert len(table) == 2 * 4
 
 
 def test_best_head_gains_by_chance() -> None:
@@ -138,10 +140,10 @@ def test_best_head_gains_by_chance() -> None:
         for i in range(60)
     ]
     outcomes = Outcomes(z, [DENSE, *(f"L0H{h}" for h in range(4))], rows)
-    table = heads.HeadTable.of(outcomes)
-    luck = heads.gains_by_chance(outcomes, table, draws=2000)["L0"]
+    groups = report.groups_of(outcomes)
+    luck = report.gains_by_chance(outcomes, groups, draws=2000)["L0"]
     assert 0.03 < np.mean(luck) < 0.15
-    assert abs(heads.gains(table)["L0"][0] - np.mean(luck)) < 3 * np.std(luck)
+    assert abs(report.gains(report.head_table(outcomes, groups))["L0"][0] - np.mean(luck)) < 3 * np.std(luck)
 
 
 def test_report(stores: tuple[Outcomes, Outcomes], tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
@@ -183,8 +185,8 @@ def test_columns_of_some_questions_are_left_out(tmp_path: Path) -> None:
     """All other figures are those of the whole store."""
     write(tmp_path / "test", 0, 30, 2)
     (tmp_path / "partial").mkdir()
-    store, content = OutcomeStore(tmp_path / "partial"), OutcomeStore(tmp_path / "test").check()
-    store.begin(content["model"], content["tasks"], OutcomeStore(tmp_path / "test").read().questions, POOL)
+    store, whole = OutcomeStore(tmp_path / "partial"), OutcomeStore(tmp_path / "test").read()
+    store.begin(whole.model, whole.tasks, whole.questions, POOL)
     cells = OutcomeStore(tmp_path / "test").cells()
     store.add(cell for cell in cells if cell["attempt"] != "L10H1" or cell["doc_id"] <= 20)
     results = []
@@ -220,24 +222,6 @@ def test_fitted_questions_are_refused_as_test(tmp_path: Path) -> None:
     for train in (None, str(tmp_path / "elsewhere")):
         with pytest.raises(InputError):
             write_report(ReportOptions(str(tmp_path / "s"), str(tmp_path / "out"), train, str(tmp_path / "r"), n=3))
-
-
-def test_router_gains_nothing_if_outcomes_do_not_depend_on_questions(tmp_path: Path) -> None:
-    """Outcomes shuffled among questions, heads of different accuracy: held out, the router is no better than `best`."""
-    write(tmp_path / "s", 0, 400)
-    store = OutcomeStore(tmp_path / "s")
-    cells = store.cells()
-    generator = np.random.default_rng(1)
-    chance = dict(zip(POOL, (0.2, 0.3, 0.4, 0.5, 0.6), strict=True))
-    for cell in cells:
-        cell["outcome"] = bool(generator.random() < chance[cell["attempt"]])
-        del cell["text"], cell["tokens"]
-    store.add(cells)
-    fit(store.read(), "all-minilm-l6-v2", FitOptions(holdout=0.5)).save(tmp_path / "r")
-    write_report(ReportOptions(str(tmp_path / "s"), str(tmp_path / "out"), router=str(tmp_path / "r"), n=3))
-    result = json.loads((tmp_path / "out/report.json").read_text())
-    router, best = (result["pass"][name]["values"][0] for name in ("SPRINT router", "best of training"))
-    assert 0.5 < best < 0.7 and router < best + 0.05
 
 
 def test_stores_and_samples_that_do_not_belong_together_are_refused(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -14,16 +13,14 @@ from lm_eval import simple_evaluate
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lmeval_prune import HeadMask, InputError
-from lmeval_prune.cli import main
 from lmeval_prune.models.attempts import DENSE
 from lmeval_prune.models.pruned_hf import PrunedHFLM
 from lmeval_prune.sprint.fit import fit
 from lmeval_prune.sprint.options import FitOptions, SweepOptions
 from lmeval_prune.sprint.outcomes import Outcomes, OutcomeStore
 from lmeval_prune.sprint.router import Router
-from lmeval_prune.sprint.sweep import Sweep
+from lmeval_prune.sprint.sweep import run_sweep
 from tests.conftest import task_manager
-from tests.test_command_line import lm_eval
 
 TASK = "prune_tiny_words_pass4"
 
@@ -33,9 +30,7 @@ def store(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Outcomes of six questions under the unpruned model and all heads of one layer."""
     folder = tmp_path_factory.mktemp("routing") / "store"
     arguments = {"pretrained": str(tiny_folder), "dtype": "float64", "device": "cpu"}
-    Sweep(
-        SweepOptions(arguments, ("prune_tiny_words",), str(folder), heads="L0H*", gen_kwargs={"max_gen_toks": 8})
-    ).run()
+    run_sweep(SweepOptions(arguments, ("prune_tiny_words",), str(folder), heads="L0H*", gen_kwargs={"max_gen_toks": 8}))
     return folder
 
 
@@ -167,28 +162,3 @@ def test_router_accepts_its_model_in_a_smaller_dtype(tiny_folder: Path, router: 
         for other in ({"heads": "L1H0"}, {"token_filter": 0.3}):
             with pytest.raises(InputError):
                 PrunedHFLM(str(tiny_folder), dtype="bfloat16", device="cpu", **other, **arguments)
-
-
-@pytest.mark.real
-@pytest.mark.long
-def test_commands_on_the_embedded_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sweep and routed run, as a user types them."""
-    monkeypatch.chdir(tmp_path)
-    arguments = "pretrained=smollm2-135m,dtype=float32"
-    answers = ["--apply_chat_template", "--gen_kwargs", "max_gen_toks=12"]
-    sweep = ["sweep", "--model_args", arguments, "--tasks", "prune_tiny_words", "--heads", "L5H0-2+L20H1", *answers]
-    assert main([*sweep, "--limit", "4", "--output", "train"]) == 0
-    outcomes = OutcomeStore("train").read()
-    assert outcomes.z.shape == (4, 5)
-    # at 12 tokens nothing is solved; outcomes that teach something stand in for a longer sweep
-    z = np.eye(4, 5, dtype=np.float32)
-    taught = Outcomes(z, outcomes.pool, outcomes.questions, outcomes.model)
-    fit(taught, "all-minilm-l6-v2", FitOptions(epochs=2)).save("router")
-    run = ["--model", "pruned-hf", "--model_args", f"{arguments},router=router", "--tasks", TASK, *answers]
-    assert lm_eval(*run, "--limit", "2", "--log_samples", "--output_path", "out", cwd=tmp_path) == 0
-    (path,) = Path("out").rglob("samples_*.jsonl")
-    order = Router.load("router").order
-    for line in path.read_text().splitlines():
-        sample = json.loads(line)
-        heads = sample["arguments"]["gen_args_0"]["arg_1"]["attempts"]
-        assert heads == order([sample["doc"]["question"]])[0][:4]

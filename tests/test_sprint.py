@@ -12,15 +12,14 @@ import torch
 from lmeval_prune import InputError
 from lmeval_prune.models.answer_store import AnswerStore
 from lmeval_prune.models.attempts import DENSE, attempt_order
-from lmeval_prune.sprint import loss as losses
-from lmeval_prune.sprint import policies
-from lmeval_prune.sprint.fit import fit, fit_embeddings, number_questions, split
+from lmeval_prune.sprint import router as policies
+from lmeval_prune.sprint.fit import fit, number_questions, split
 from lmeval_prune.sprint.options import FitOptions
-from lmeval_prune.sprint.outcomes import Outcomes, OutcomeStore, Question
+from lmeval_prune.sprint.outcomes import Outcomes, OutcomeStore
 from lmeval_prune.sprint.router import Router
+from lmeval_prune.sprint.routers import contrastive as losses
 from lmeval_prune.sprint.routers.contrastive import NearestHeads
 from tests.conftest import file_contents
-from tests.routers import pass_at
 
 POOL = [DENSE, *(f"L{layer}H{head}" for layer in (5, 10) for head in range(3))]
 
@@ -142,48 +141,11 @@ def world(questions: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.from_numpy(x).float(), torch.from_numpy(z)
 
 
-OPTIONS = FitOptions(sizes=(8,), weights=(1e-3,), epochs=60)
-
-
-@pytest.mark.parametrize("diversity", ["ball", "sphere"])
-def test_router_recovers_known_structure(diversity: str) -> None:
-    options = FitOptions(sizes=(8,), weights=(1e-3,), epochs=60, diversity=diversity)
-    router = fit_embeddings(*world(400, 1), POOL[:6], "none", options)
-    x, z = world(300, 2)
-    assert pass_at(router, x, z, 1) > 0.9 * float(z.max(1).values.mean())
-    assert float(z.mean()) < 0.4  # what a random head solves
-    assert pass_at(router, x, z, 2) > 0.97 * float(z.max(1).values.mean())
-
-
-def test_router_learns_nothing_from_shuffled_outcomes() -> None:
-    """Rows of Z are shuffled among questions; heads differ in accuracy, so `best` is a real baseline."""
-    result = []
-    for seed in (1, 2):
-        x, z = world(1000, seed)
-        z[:, 3] = torch.from_numpy((np.random.default_rng(seed).random(1000) < 0.6).astype(np.float32))
-        result.append((x, z[torch.from_numpy(np.random.default_rng(seed).permutation(1000))]))
-    router = fit_embeddings(*result[0], POOL[:6], "none", OPTIONS)
-    best = float(result[1][1][:, int(result[0][1].mean(0).argmax())].mean())
-    assert best - 0.1 < pass_at(router, *result[1], 1) < best + 0.04
-
-
 def test_split_keeps_rows_of_a_question_together() -> None:
     texts = [f"question {i // 2}" for i in range(60)]  # two tasks that ask the same
     kept, rest = split(number_questions(texts), 0.3, 0)
     assert len(kept) == 18 and sorted(kept + rest) == list(range(60))
     assert not {texts[i] for i in kept} & {texts[i] for i in rest}
-
-
-def test_fit_is_reproducible_and_validation_chooses() -> None:
-    x, z = world(200, 3)
-    options = FitOptions(sizes=(1, 8), weights=(0.0, 1e-3), epochs=20)
-    first, again = (fit_embeddings(x, z, POOL[:6], "none", options) for _ in range(2))
-    assert torch.equal(first.ranker.theta, again.ranker.theta) and torch.equal(first.ranker.heads, again.ranker.heads)
-    tried = {(t["p"], t["lambda"]): sum(t["validation_pass"].values()) for t in first.about["tried"]}
-    assert len(tried) == 4
-    assert tried[first.about["chosen"]["p"], first.about["chosen"]["lambda"]] == max(tried.values())
-    other = fit_embeddings(x, z, POOL[:6], "none", FitOptions(sizes=(8,), weights=(1e-3,), epochs=20, seed=1))
-    assert not torch.equal(other.ranker.heads, first.ranker.heads)
 
 
 def test_ties_are_broken_by_attempt_order() -> None:
@@ -223,12 +185,6 @@ def test_policies_order_the_pool_without_repeats() -> None:
     assert first.order(questions[2:]) == first.order(questions)[2:]  # a question's order is its own
     for policy in (first, oracle, policies.best(known)):
         assert all(sorted(row) == sorted(known.pool) for row in policy.order(questions))
-
-
-def test_the_shortlist_covers_greedily() -> None:
-    z = np.array([[1, 1, 0, 0], [1, 1, 0, 0], [1, 0, 0, 1], [0, 0, 1, 0], [0, 0, 0, math.nan]])
-    assert policies.greedy_cover(z, 4) == [0, 2, 1, 3]  # most; then the only one that adds; then by accuracy
-    assert policies.random_top(outcomes(z[:, :4]), 2).pool == ["dense", "L5H1"]
 
 
 def literal_cover(z: np.ndarray, size: int) -> list[int]:
@@ -288,7 +244,7 @@ def filled(
     cells = []
     for number, head, text in answers:
         texts.add(f"{number}{head}", text, {"task": "toy", "head": head, "tokens": [1, 2, number]})
-        where = Question("toy", "test", number)._asdict()
+        where = {"task": "toy", "split": "test", "doc_id": number}
         cells.append(
             {**where, "attempt": head, "outcome": text == "yes", "extracted": text, "answer": f"{number}{head}"}
         )

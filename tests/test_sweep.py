@@ -25,8 +25,7 @@ from lmeval_prune.models.answer_store import AnswerStore, read_answers
 from lmeval_prune.sprint import outcomes as outcomes_module
 from lmeval_prune.sprint.options import SweepOptions
 from lmeval_prune.sprint.outcomes import OutcomeStore
-from lmeval_prune.sprint.sweep import Sweep
-from lmeval_prune.sprint.swept_task import SweptTask
+from lmeval_prune.sprint.sweep import SweptTask, run_sweep
 from tests.conftest import file_contents, task_manager
 from tests.kills import killing_after
 from tests.test_command_line import call
@@ -37,7 +36,7 @@ POOL = ["dense", "L0H0", "L0H1", "L0H2", "L0H3", "L1H2"]
 def sweep(folder: Path, output: Path, **options: Any) -> Any:
     arguments = {"pretrained": str(folder), "dtype": "float64", "device": "cpu", **options.pop("model_args", {})}
     settings = {"heads": "L0H*+L1H2", "limit": 5, "gen_kwargs": {"max_gen_toks": 10}, **options}
-    return Sweep(SweepOptions(arguments, settings.pop("tasks", ("prune_tiny_words",)), str(output), **settings)).run()
+    return run_sweep(SweepOptions(arguments, settings.pop("tasks", ("prune_tiny_words",)), str(output), **settings))
 
 
 @pytest.fixture(scope="module")

@@ -276,7 +276,7 @@ def load_intervention(path: str | os.PathLike[str], allow_other_model: bool = Fa
     try:
         content, sha256 = read_artefact(path, tuple(kinds), SCHEMA_VERSION)
     except InputError:
-        elsewhere = {kind.schema(): kind for name, kind in METHODS.classes() if name not in METHODS.own}
+        elsewhere = {kind.schema(): kind for kind in map(METHODS.load, METHODS.keys() - METHODS.own.keys())}
         if not elsewhere:
             raise
         kinds |= elsewhere

@@ -19,19 +19,19 @@ def sweep(**options: Any) -> int:
     """Sweep a task: answer its questions with the unpruned model and with each head of some layers pruned."""
     settings = SweepOptions(**options)
     from lmeval_prune.reporting.quiet import silence_libraries
-    from lmeval_prune.sprint.sweep import Sweep
+    from lmeval_prune.sprint.sweep import run_sweep
 
     silence_libraries()
     logging.basicConfig(format="%(message)s")
     logging.getLogger("lmeval_prune").setLevel(logging.INFO)
-    outcomes = Sweep(settings).run()
+    outcomes = run_sweep(settings)
     if outcomes is None:
         return 0
     print(f"{settings.output}: {len(outcomes.questions)} questions, pool of {len(outcomes.pool)}")
     accuracy = dict(zip(outcomes.pool, outcomes.accuracy().tolist(), strict=True))
     highest = sorted(accuracy, key=lambda name: -accuracy[name])[:5]
     print("accuracy: " + ", ".join(f"{name} {accuracy[name]:.3f}" for name in dict.fromkeys(["dense", *highest])))
-    for warning in filter(None, (outcomes.uneven, outcomes.cut_off)):
+    for warning in outcomes.warnings:
         print(warning)
     return 0
 
@@ -77,7 +77,7 @@ def fit(
         print("validation: " + ", ".join(f"{k} {v:.3f}" for k, v in passes.items()))
         if dense is not None and passes["pass@1"] < dense:
             print(f"its first try is worse than the unpruned model ({dense:.3f})")
-    for warning in filter(None, (training.uneven, training.cut_off)):
+    for warning in training.warnings:
         print(warning)
     return 0
 
@@ -97,12 +97,12 @@ def questions(outcomes: str, task: str, router: str | None = None) -> int:
     fitted = set(Router.load(router).about["seen"]) if router else set()
     store = OutcomeStore(outcomes).read()
     rows = [row for row in store.questions if digest(row["question"]) not in fitted]
-    sources = sorted({f"{row['task']} {row['split']}" for row in rows})
+    sources = sorted({(row["task"], row["split"]) for row in rows})
     if len(sources) != 1:
-        raise InputError(
-            f"the questions must come from a single task and split, not from: {', '.join(sources) or 'none'}"
-        )
-    split, scored = rows[0]["split"], store.tasks[rows[0]["task"]].get("scored_splits")
+        names = ", ".join(map(" ".join, sources)) or "none"
+        raise InputError(f"the questions must come from a single task and split, not from: {names}")
+    ((source, split),) = sources
+    scored = store.tasks[source].get("scored_splits")
     if scored and split not in scored:
         print(
             f"these are numbers of the split {split}, and the task scores {scored[0]}: give lm_eval --metadata "
@@ -119,10 +119,10 @@ def report(samples: Sequence[str] = (), **options: Any) -> int:
     Args:
         samples: NAME=FILE: samples file of a pass@N task (lm_eval --log_samples); may be repeated
     """
-    pairs = [text.partition("=")[::2] for text in samples]
-    if wrong := [text for text in samples if not text.partition("=")[2]]:
+    pairs = [text.partition("=") for text in samples]
+    if wrong := [text for text in samples if "=" not in text]:
         raise InputError(f"samples must be NAME=FILE, not {wrong[0]!r}")
-    settings = ReportOptions(samples=tuple(pairs), **options)
+    settings = ReportOptions(samples=tuple((name, path) for name, _, path in pairs), **options)
     from lmeval_prune.reporting.quiet import silence_libraries
     from lmeval_prune.sprint.report import write_report
 

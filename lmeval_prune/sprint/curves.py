@@ -7,21 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from typing_extensions import TypedDict
 
 from lmeval_prune.artefacts import digest, read_lines
 from lmeval_prune.errors import InputError
 from lmeval_prune.scoring.passes import pass_unbiased
 from lmeval_prune.sprint.outcomes import Outcomes, question_field
-from lmeval_prune.sprint.policies import Policy
-
-
-class Sample(TypedDict, total=False):
-    """Fields of a sample that are read."""
-
-    arguments: dict[str, dict[str, Any]]
-    filtered_resps: list[list[Any]]
-    doc: dict[str, Any]
+from lmeval_prune.sprint.router import Policy
 
 
 @dataclass(frozen=True)
@@ -92,15 +83,23 @@ def samples_curve(name: str, path: str, outcomes: Outcomes, n: int) -> Curve:
     prompts = {row["question"]: row["prompt"] for row in outcomes.questions}
     lengths = {task["generation"].get("max_gen_toks") for task in outcomes.tasks.values() if "generation" in task}
     field = question_field(outcomes.tasks) or "question"
-    for sample in read_lines(path, Sample):
-        question, prompt, settings, passes = _read_sample(sample, field, n)
+    for sample in read_lines(path):
+        (request,) = sample["arguments"].values()
+        question, prompt, settings = str(sample["doc"][field]), request["arg_0"], request["arg_1"]
         is_same = digest(prompt) == prompts.get(question) and settings.get("max_gen_toks") in lengths
         if question in prompts and not is_same:
             raise InputError(
                 f"{path} has other prompts or another max_gen_toks than the test store; run both with the same chat "
                 f"template, exemplars and gen_kwargs"
             )
-        rows[question] = passes
+        ks = range(1, n + 1)
+        if "attempts" in settings:
+            passes = [float(sample.get(f"pass@{k}", np.nan)) for k in ks]
+        else:
+            tries = len(sample["filtered_resps"][0])  # excludes the copies that pad ranks
+            right = round(float(sample["pass@1_unbiased"]) * tries)
+            passes = [pass_unbiased(tries, right, k) if k <= tries else np.nan for k in ks]
+        rows[question] = np.array(passes)
     missing = set(outcomes.texts) - rows.keys()
     if missing:
         raise InputError(
@@ -109,16 +108,3 @@ def samples_curve(name: str, path: str, outcomes: Outcomes, n: int) -> Curve:
         )
     values = np.array([rows[text] for text in outcomes.texts])
     return Curve(name, "ordered" if "attempts" in settings else "unbiased", values)
-
-
-def _read_sample(sample: Any, field: str, n: int) -> tuple[str, str, dict[str, Any], np.ndarray]:
-    (request,) = sample["arguments"].values()
-    prompt, settings = request["arg_0"], request["arg_1"]
-    tries = len(sample["filtered_resps"][0])  # excludes the copies that pad ranks
-    right = round(float(sample["pass@1_unbiased"]) * tries)
-    ks = range(1, n + 1)
-    if "attempts" in settings:
-        passes = [float(sample.get(f"pass@{k}", np.nan)) for k in ks]
-    else:
-        passes = [pass_unbiased(tries, right, k) if k <= tries else np.nan for k in ks]
-    return str(sample["doc"][field]), prompt, settings, np.array(passes)

@@ -11,25 +11,28 @@ from matplotlib.patches import Patch
 from lmeval_prune.architectures import Head
 from lmeval_prune.reporting.plot_style import COLOURS, figure, label_ends, save
 from lmeval_prune.sprint.curves import Curve
-from lmeval_prune.sprint.head_table import HeadTable
 
 
 def pass_at_n(
     curves: Sequence[Curve], bands: Sequence[tuple[np.ndarray, np.ndarray]], dense: float, stem: Path
 ) -> None:
     """Draw pass@N of all policies; the first one and the best of the others have 95% intervals (Figure 4)."""
-    strongest = _strongest(curves)
+    known = [np.flatnonzero(~np.isnan(curve.mean)) for curve in curves]
+    last = [float(curve.mean[columns[-1]]) for curve, columns in zip(curves, known, strict=True)]
+    rivals = [i for i, curve in enumerate(curves) if i and not curve.is_bound]
+    strongest = max(rivals, key=last.__getitem__, default=0)
+    main = {strongest: COLOURS[1], 0: COLOURS[0]}
     drawing, axes = figure(8.2, 4.6, f"pass@N on {len(curves[0].values)} questions; bands: 95%")
-    ends = []
-    for i, (curve, colour, (low, high)) in enumerate(zip(curves, _colours(curves), bands, strict=True)):
-        columns = np.flatnonzero(~np.isnan(curve.mean))
-        ks, is_main = columns + 1, i in (0, strongest)
+    ends, colours = [], iter(COLOURS[2:] * len(curves))
+    for i, (curve, columns, (low, high)) in enumerate(zip(curves, known, bands, strict=True)):
+        colour = "0.35" if curve.is_bound else main[i] if i in main else next(colours)
+        ks, is_main = columns + 1, i in main
         style = {"color": colour, "ls": "-" if curve.kind == "ordered" else "--", "lw": 2.4 if is_main else 1.3}
         marker = {"marker": "o", "ms": 5, "zorder": 4 if i else 5} if is_main else {}
         axes.plot(ks, curve.mean[columns], **style, **marker)
         if is_main:
             axes.fill_between(ks, low[columns], high[columns], color=colour, alpha=0.13, lw=0)
-        ends.append((*_last_known(curve), curve.name, {"color": colour, "weight": "bold" if is_main else "normal"}))
+        ends.append((ks[-1], last[i], curve.name, {"color": colour, "weight": "bold" if is_main else "normal"}))
     tries = curves[0].values.shape[1]
     axes.axhline(dense, color="0.35", lw=1, ls=":")
     ends.append((tries, dense, "unpruned, greedy (one try)", {"color": "0.35", "weight": "normal"}))
@@ -38,27 +41,6 @@ def pass_at_n(
     axes.grid(axis="y", color="0.92")
     label_ends(axes, ends)
     save(drawing, stem)
-
-
-def _strongest(curves: Sequence[Curve]) -> int:
-    """Return the place of the best curve beside the first; 0 without others."""
-    rivals = [i for i, curve in enumerate(curves) if i and not curve.is_bound]
-    return max(rivals, key=lambda i: _last_known(curves[i])[1], default=0)
-
-
-def _colours(curves: Sequence[Curve]) -> list[str]:
-    """Return the colour of each curve, the same in all pictures: first, its rival, the others in turn, grey bounds."""
-    strongest, others = _strongest(curves), iter(COLOURS[2:] * len(curves))
-    return [
-        "0.35" if curve.is_bound else COLOURS[0] if i == 0 else COLOURS[1] if i == strongest else next(others)
-        for i, curve in enumerate(curves)
-    ]
-
-
-def _last_known(curve: Curve) -> tuple[float, float]:
-    """Return the largest N with a known pass@N, and its pass@N."""
-    last = int(np.flatnonzero(~np.isnan(curve.mean))[-1])
-    return last + 1, float(curve.mean[last])
 
 
 def violins(measured: dict[str, list[float]], by_chance: dict[str, list[float]], stem: Path) -> None:
@@ -70,10 +52,8 @@ def violins(measured: dict[str, list[float]], by_chance: dict[str, list[float]],
         for i, layer in enumerate(layers):
             points = np.asarray(values[layer])
             if len(points) > 4 and np.ptp(points) > 0:
-                (body,) = axes.violinplot([points], [i + offset], widths=0.36, showmedians=False, showextrema=False)[
-                    "bodies"
-                ]
-                body.set(facecolor=colour, alpha=0.5)
+                parts = axes.violinplot([points], [i + offset], widths=0.36, showmedians=False, showextrema=False)
+                parts["bodies"][0].set(facecolor=colour, alpha=0.5)
             axes.plot([i + offset - 0.12, i + offset + 0.12], [np.median(points)] * 2, color=colour, lw=2)
             if len(points) <= 20:
                 axes.plot(np.full(len(points), i + offset), points, ".", color=colour, ms=5)
@@ -107,14 +87,14 @@ def head_changes(changes: dict[str, tuple[float, float]], stem: Path) -> None:
     save(drawing, stem)
 
 
-def head_map(changes: dict[str, tuple[float, float]], table: HeadTable, stem: Path) -> None:
+def head_map(changes: dict[str, tuple[float, float]], stem: Path) -> None:
     """Draw the change in accuracy by layer and head."""
-    layers = list(table.layers)
-    count = 1 + max(head for numbers in table.layers.values() for head in numbers)
+    heads = {name: Head.named(name) for name in changes}
+    layers = list(dict.fromkeys(head.layer_label for head in heads.values()))
+    count = 1 + max(head.head for head in heads.values())
     grid = np.full((len(layers), count), np.nan)  # in percentage points
-    for column, (change, _) in changes.items():
-        head = Head.named(column)
-        grid[layers.index(head.layer_label), head.head] = 100 * change
+    for name, head in heads.items():
+        grid[layers.index(head.layer_label), head.head] = 100 * changes[name][0]
     title = "Change in accuracy with one head pruned"
     drawing, axes = figure(max(5.0, 0.5 * count + 2.2), max(2.4, 0.42 * len(layers) + 1.4), title)
     limit = max(float(np.nanmax(np.abs(grid))), 1e-9)

@@ -14,21 +14,14 @@ from lmeval_prune.artefacts import check_finite, digest
 from lmeval_prune.errors import InputError
 from lmeval_prune.models.attempts import DENSE
 from lmeval_prune.scoring.passes import pass_ordered
-from lmeval_prune.sprint import encoder as encoders
 from lmeval_prune.sprint.options import FitOptions
 from lmeval_prune.sprint.outcomes import Outcomes
-from lmeval_prune.sprint.router import Router
-from lmeval_prune.sprint.routers.base import Examples
+from lmeval_prune.sprint.router import Router, embed, fingerprint, load_encoder, warn_of_long_texts
+from lmeval_prune.sprint.routers import Examples
 
 
 def fit(outcomes: Outcomes, encoder: str, options: FitOptions | None = None) -> Router:
-    """Fit a router to outcomes.
-
-    Args:
-        outcomes: outcomes of the training questions.
-        encoder: name or folder of the sentence encoder.
-        options: settings of the fit.
-    """
+    """Fit a router to the outcomes of training questions, with the sentence encoder of a name or folder."""
     options = options or FitOptions()
     options.method()  # refuses wrong settings before the questions are embedded
     groups = number_questions(outcomes.texts)
@@ -44,11 +37,11 @@ def fit(outcomes: Outcomes, encoder: str, options: FitOptions | None = None) -> 
             f"to learn; sweep other questions"
         )
     z = torch.from_numpy(outcomes.z)
-    model = encoders.load_encoder(encoder)
-    encoders.warn_of_long_texts(model, outcomes.texts)
-    x = encoders.embed(model, outcomes.texts)
+    model = load_encoder(encoder)
+    warn_of_long_texts(model, outcomes.texts)
+    x = embed(model, outcomes.texts)
     about = {
-        "encoder_fingerprint": encoders.fingerprint(model),
+        "encoder_fingerprint": fingerprint(model),
         "model": outcomes.model,
         "tasks": outcomes.tasks,
         "questions": len(z),
@@ -91,16 +84,15 @@ def fit_embeddings(
 
     Args:
         x, z, pool: embeddings, outcomes and the names of the columns.
-        encoder: name of the encoder that embedded the questions.
-        options: settings of the fit.
-        about: details for `router.json`.
+        encoder, options, about: name of the encoder, settings of the fit, and details for `router.json`.
         groups: number of each row's group, whose rows are in the same split; by default each row is a group.
         dense: outcomes of the unpruned model, shape (questions,), which need not be in the pool.
     """
     method = options.method()
     validation, training = split(groups or range(len(z)), options.validation, options.seed)
-    if not validation:  # training losses do not choose between settings
-        method.check_single()
+    several = [name for name, value in asdict(method).items() if isinstance(value, tuple) and len(value) > 1]
+    if several and not validation:  # training losses do not choose between settings
+        raise InputError(f"several values of {several[0]} need a validation split: give validation, or a single value")
     examples = Examples(x[training], z[training], x[validation], z[validation], options.seed)
     dense_rate = float((dense[validation] == 1).double().mean()) if dense is not None and validation else None
     tried = []

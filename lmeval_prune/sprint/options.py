@@ -1,16 +1,37 @@
-"""Options of `sweep`, `fit` and `report sprint`. Imports nothing slow, so that `--help` is fast."""
+"""Options of `sweep`, `fit` and `report sprint`, and the table of routers. Imports nothing slow: `--help` is fast."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Annotated, Any, ClassVar, Literal
 
-from lmeval_prune.config import Count, Natural, Seed, Settings, ShareBelowOne
+from annotated_types import MinLen
+
+from lmeval_prune.config import (
+    Count,
+    Decay,
+    LearningRate,
+    Natural,
+    Scale,
+    ScaleOrZero,
+    Seed,
+    Settings,
+    ShareBelowOne,
+    Use,
+)
 from lmeval_prune.errors import InputError
-from lmeval_prune.sprint.routers.contrastive_options import ContrastiveOptions
-from lmeval_prune.sprint.routers.table import CONTRASTIVE, ROUTERS
+from lmeval_prune.registry import Registry
 
 DEFAULT_LAYERS = (5, 10, 15, 20, 25)  # of the paper
+CONTRASTIVE = "contrastive"  # the paper's router, and the default
+ROUTERS = Registry(
+    group="lmeval_prune.routers",
+    setting="router",
+    own={
+        CONTRASTIVE: "lmeval_prune.sprint.routers.contrastive:Contrastive",
+        "knn": "lmeval_prune.sprint.routers.knn:Knn",
+    },
+)
 
 
 @dataclass(frozen=True)
@@ -57,6 +78,36 @@ class SweepOptions(Settings):
         super().__post_init__()
         if self.layers and self.heads:
             raise InputError("give layers or heads, not both")
+        for name in ("responses", "router"):
+            if name in self.model_args:
+                raise InputError(f"a sweep does not take the model argument {name}")
+
+
+@dataclass(frozen=True)
+class ContrastiveOptions(Settings):
+    """Settings of the paper's router (eq. 1).
+
+    Attributes:
+        sizes: of contrastive: p, the length of the embeddings q and v; of several values, validation chooses
+        weights: of contrastive: λ, the weight of diversity; the paper gives no value; of several, validation chooses
+        diversity: of contrastive: constraint on the head embeddings: ball, sphere, or unbounded (as in the paper)
+        radius: of contrastive: radius of the ball or sphere
+        epochs: of contrastive: maximum number of epochs
+        patience: of contrastive: epochs without a better validation loss before the fit stops
+        batch: of contrastive: questions per step
+        learning_rate: of contrastive: learning rate of AdamW
+        decay: of contrastive: weight decay of θ
+    """
+
+    sizes: Annotated[tuple[Count, ...], MinLen(1)] = (32,)
+    weights: Annotated[tuple[ScaleOrZero, ...], MinLen(1)] = (0.0, 1e-4, 1e-3)
+    diversity: Literal["ball", "sphere", "unbounded"] = "ball"
+    radius: Scale = 1.0
+    epochs: Count = 200
+    patience: Count = 20
+    batch: Count = 64
+    learning_rate: LearningRate = 3e-3
+    decay: Decay = 1e-2
 
 
 @dataclass(frozen=True)
@@ -72,6 +123,13 @@ class FitOptions(ContrastiveOptions):
         seed: seed of splits, initial values and order
     """
 
+    uses: ClassVar = (
+        Use(
+            "router=contrastive (settings of others are --options)",
+            lambda options: options.router == CONTRASTIVE,
+            tuple(option.name for option in fields(ContrastiveOptions)),
+        ),
+    )
     router: str = CONTRASTIVE
     options: dict[str, Any] = field(default_factory=dict)
     dense: bool = True
@@ -81,17 +139,9 @@ class FitOptions(ContrastiveOptions):
 
     def method(self) -> Any:
         """Create the router's method."""
-        kind = ROUTERS.load(self.router)
-        settings = {option.name: getattr(self, option.name) for option in fields(ContrastiveOptions)}
-        if not issubclass(kind, ContrastiveOptions):
-            changed = [option.name for option in fields(ContrastiveOptions) if settings[option.name] != option.default]
-            if changed:
-                raise InputError(
-                    f"{changed[0]} is a setting of router={CONTRASTIVE}; settings of {self.router} are options"
-                )
-            settings = {}
-        method = kind.from_dict({**settings, **self.options}, f"router {self.router}")
-        return method
+        own = fields(ContrastiveOptions) if self.router == CONTRASTIVE else ()
+        settings = {option.name: getattr(self, option.name) for option in own}
+        return ROUTERS.load(self.router).from_dict({**settings, **self.options}, f"router {self.router}")
 
 
 @dataclass(frozen=True)

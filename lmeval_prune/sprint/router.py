@@ -1,7 +1,7 @@
-"""The router, which chooses the heads to prune for a question (SPRINT §4).
+"""What orders a pool of heads for each question: SPRINT's router (§4) and its baselines.
 
-A question is embedded by a frozen sentence encoder. A ranker (`routers/`) orders the pool for the embedding; the i-th
-try takes the i-th head.
+The i-th try at a question prunes the i-th head of the order, so all tries differ. For the router, a question is
+embedded by a frozen sentence encoder φ, and a ranker (`routers/`) orders the pool for the embedding.
 """
 
 from __future__ import annotations
@@ -9,44 +9,102 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-from collections.abc import Sequence
+import random
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any, NotRequired
+from typing import Any
 
+import numpy as np
+import torch
 from safetensors.torch import save
 from torch import Tensor
 from typing_extensions import TypedDict
 
-from lmeval_prune.artefacts import ENVELOPE, output_lock, read_artefact, read_tensors, write_artefact, write_bytes
+from lmeval_prune.artefacts import (
+    ENVELOPE,
+    check_finite,
+    digest,
+    output_lock,
+    read_artefact,
+    read_tensors,
+    write_artefact,
+    write_bytes,
+)
+from lmeval_prune.checkpoints import embedded
 from lmeval_prune.errors import InputError
 from lmeval_prune.registry import class_record, import_path
-from lmeval_prune.sprint import encoder as encoders
-from lmeval_prune.sprint.routers.base import Ranker
-from lmeval_prune.sprint.routers.table import CONTRASTIVE, ROUTERS
+from lmeval_prune.sprint.options import CONTRASTIVE, ROUTERS
+from lmeval_prune.sprint.outcomes import Outcomes
+from lmeval_prune.sprint.routers import Ranker
 
 logger = logging.getLogger(__name__)
 SCHEMA = "lmeval-prune/router"
 SCHEMA_VERSION = 2
 
 
+# ---------------------------------------------------------------------- the sentence encoder
+
+
+@lru_cache(maxsize=2)
+def load_encoder(name: str) -> Any:
+    """Load a sentence-transformers model by name or folder, once for all routers."""
+    from sentence_transformers import SentenceTransformer
+
+    logging.getLogger("sentence_transformers").setLevel(logging.WARNING)
+    return SentenceTransformer(embedded.resolve(name), device="cpu")
+
+
+def embed(encoder: Any, texts: Sequence[str]) -> Tensor:
+    """Return φ(x) of each text in float32, shape (texts, width); `InputError` if a number is not finite.
+
+    Texts are embedded one at a time, so that rounding, which may decide a ranking, does not depend on other texts.
+    """
+    if not texts:
+        return torch.empty(0)
+    numbers = {text: i for i, text in enumerate(dict.fromkeys(texts))}
+    progress = len(numbers) > 500
+    vectors = encoder.encode(list(numbers), batch_size=1, convert_to_tensor=True, show_progress_bar=progress)
+    vectors = torch.as_tensor(vectors).detach().to("cpu", torch.float32).clone()
+    check_finite({"vectors": vectors}, "the sentence encoder")
+    return vectors[[numbers[text] for text in texts]]
+
+
+def warn_of_long_texts(encoder: Any, texts: Sequence[str]) -> None:
+    """Warn of texts of which an encoder reads the beginning alone."""
+    from transformers import PreTrainedTokenizerBase
+
+    limit, tokenizer = encoder.max_seq_length, encoder.tokenizer
+    if not limit or not isinstance(tokenizer, PreTrainedTokenizerBase):
+        return
+    if count := sum(len(ids) > limit for ids in tokenizer(list(texts), verbose=False)["input_ids"]):
+        logger.warning(
+            "%d of %d questions are longer than the %d tokens that the sentence encoder reads: it knows their "
+            "beginnings alone; another --encoder, or a shorter --question_field, reads more",
+            *(count, len(texts), limit),
+        )
+
+
+def fingerprint(encoder: Any) -> str:
+    """Return a digest of the encoder's weights, to detect another encoder with the same name."""
+    state = hashlib.sha256()
+    for name, tensor in sorted(encoder.state_dict().items()):
+        state.update(f"{name}{tuple(tensor.shape)}".encode())
+        state.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return state.hexdigest()[:16]
+
+
+# ---------------------------------------------------------------------- the router
+
+
 class RouterContents(TypedDict):
-    """Fields of `router.json`; `Router.about` has those that `Router` does not have itself."""
+    """Fields of `router.json` that every router has; the others are details of the fit."""
 
     pool: list[str]
     encoder: str
     tensors_sha256: str
     router: str
-    method_version: NotRequired[int]  # none: 1
-    settings: NotRequired[dict[str, Any]]
-    chosen: NotRequired[dict[str, Any]]
-    encoder_fingerprint: NotRequired[str]
-    model: NotRequired[dict[str, Any]]
-    tasks: NotRequired[dict[str, dict[str, Any]]]
-    options: NotRequired[dict[str, Any]]
-    seen: NotRequired[list[str]]  # digests of the questions that it was fitted on
-    held_out: NotRequired[int]
 
 
 @dataclass(frozen=True)
@@ -58,7 +116,7 @@ class Router:
         pool: names of the heads; ties are broken by this order.
         encoder: name of the sentence encoder.
         method: name of the method that fitted the ranker.
-        about: details of the fit: model, tasks, options, counts, chosen values.
+        about: details of the fit: model, tasks, options, counts, chosen values, digests of the questions (`seen`).
         sha256: digest of `router.json`; empty before it is saved.
     """
 
@@ -71,9 +129,9 @@ class Router:
 
     @cached_property
     def _encoder(self) -> Any:
-        encoder = encoders.load_encoder(self.encoder)
+        encoder = load_encoder(self.encoder)
         expected = self.about.get("encoder_fingerprint")
-        if expected and encoders.fingerprint(encoder) != expected:
+        if expected and fingerprint(encoder) != expected:
             raise InputError(
                 f"the sentence encoder {self.encoder} has other weights than when the router was fitted; fit it again"
             )
@@ -81,7 +139,7 @@ class Router:
 
     def order(self, texts: Sequence[str]) -> list[list[str]]:
         """Return the pool for each question in the order of the tries; ties by pool order."""
-        return [[self.pool[j] for j in row] for row in self.ranking(encoders.embed(self._encoder, texts))]
+        return [[self.pool[j] for j in row] for row in self.ranking(embed(self._encoder, texts))]
 
     def ranking(self, embeddings: Tensor) -> list[list[int]]:
         """Return pool indices for each question in the order of the tries, from embeddings (questions, width)."""
@@ -106,19 +164,93 @@ class Router:
     def load(cls, folder: str | os.PathLike[str]) -> Router:
         """Read a router; a warning says so if its method has another version now."""
         content, sha256 = read_artefact(Path(folder) / "router.json", SCHEMA, SCHEMA_VERSION, RouterContents)
-        tensors = read_tensors(Path(folder) / "router.safetensors", content.pop("tensors_sha256"))
-        about = {"chosen": {}} | {key: value for key, value in content.items() if key not in ENVELOPE}
+        about = {name: value for name, value in content.items() if name not in ENVELOPE}
+        tensors = read_tensors(Path(folder) / "router.safetensors", about.pop("tensors_sha256"))
         pool, encoder, method = about.pop("pool"), about.pop("encoder"), about.pop("router")
-        kind, recorded = ROUTERS.load(method).ranker, about.pop("class", None)
-        if class_record(kind).get("class") != recorded:
-            raise InputError(f"router={method} is {import_path(kind)} now, and was {recorded or 'of this package'}")
-        ranker = kind.of(tensors, about.pop("settings", {}), len(pool))
-        router = cls(ranker, pool, encoder, method, about, sha256)
-        before, now = router.about.get("method_version", 1), ROUTERS.load(router.method).version
-        if before != now:
+        settings, recorded, kind = about.pop("settings", {}), about.pop("class", None), ROUTERS.load(method)
+        if class_record(kind.ranker).get("class") != recorded:
+            now = import_path(kind.ranker)
+            raise InputError(f"router={method} is {now} now, and was {recorded or 'of this package'}")
+        if about.get("method_version", 1) != kind.version:
             logger.warning(
-                "the router in %s was fitted by version %s of %s; version %s, which is installed, may order its pool "
-                "in another way: fit it again",
-                folder, before, router.method, now
-            )  # fmt: skip
-        return router
+                "the router in %s was fitted by another version of %s than is installed, which may order its pool in "
+                "another way: fit it again",
+                *(folder, method),
+            )
+        return cls(
+            kind.ranker.from_dict({**tensors, **settings}, "the fitted router"), pool, encoder, method, about, sha256
+        )
+
+
+# ---------------------------------------------------------------------- policies: the router and its baselines
+
+
+@dataclass(frozen=True)
+class Policy:
+    """An order of a pool for each question.
+
+    Attributes:
+        pool: names of the heads, and perhaps `dense`.
+        identity: JSON value that determines the order.
+        order: function from questions to one order of the pool each, first choice first.
+        note: warning about its results.
+    """
+
+    pool: list[str]
+    identity: dict[str, Any]
+    order: Callable[[Sequence[str]], list[list[str]]]
+    note: str = ""
+
+
+def nearest(router: Router) -> Policy:
+    """Order by a fitted router."""
+    identity = {"policy": "router", "router_sha256": router.sha256, "encoder": router.encoder}
+    return Policy(router.pool, identity, router.order)
+
+
+def random_order(pool: list[str], seed: int = 0, name: str = "random") -> Policy:
+    """Order at random by seed and question, independently of the other questions."""
+
+    def order(questions: Sequence[str]) -> list[list[str]]:
+        return [random.Random(digest([seed, question])).sample(pool, len(pool)) for question in questions]
+
+    return Policy(pool, {"policy": name, "pool": pool, "seed": seed}, order)
+
+
+def random_top(outcomes: Outcomes, size: int, seed: int = 0) -> Policy:
+    """Order at random the `size` heads that together solve most training questions: the paper's random baseline."""
+    chosen = greedy_cover(outcomes.z, min(size, len(outcomes.pool)))
+    return random_order([outcomes.pool[j] for j in chosen], seed, "random_top")
+
+
+def best(outcomes: Outcomes) -> Policy:
+    """Order by training accuracy, the same for all questions; ties by pool order."""
+    accuracy = np.nan_to_num(outcomes.accuracy(), nan=-1.0)
+    pool = [outcomes.pool[j] for j in np.argsort(-accuracy, kind="stable")]
+    return Policy(pool, {"policy": "best", "pool": pool}, lambda questions: [pool for _ in questions])
+
+
+def oracle(outcomes: Outcomes) -> Policy:
+    """Order the heads that solve the question first: an upper bound, not a method."""
+
+    def order(questions: Sequence[str]) -> list[list[str]]:
+        z = np.nan_to_num(outcomes.z[[outcomes.row_of[question] for question in questions]], nan=0.0)
+        return [[outcomes.pool[j] for j in row] for row in np.argsort(-z, axis=1, kind="stable")]
+
+    identity = {"policy": "oracle", "outcomes": digest(np.nan_to_num(outcomes.z, nan=-1).tolist())}
+    return Policy(outcomes.pool, identity, order, "not a method: it uses the outcomes of the questions that it answers")
+
+
+def greedy_cover(z: np.ndarray, size: int) -> list[int]:
+    """Choose `size` columns of z (questions, pool) that together solve most questions; NaN counts as not solved.
+
+    Each step takes the column that solves most of the unsolved questions; ties by accuracy, then by pool order.
+    """
+    solved = z == 1
+    unsolved, chosen = np.ones(len(z), bool), []
+    for _ in range(size):
+        unchosen = [j for j in range(z.shape[1]) if j not in chosen]
+        column = max(unchosen, key=lambda j: (solved[unsolved, j].sum(), solved[:, j].sum(), -j))
+        chosen.append(column)
+        unsolved &= ~solved[:, column]
+    return chosen

@@ -13,10 +13,8 @@ from lmeval_prune.interventions.base import check_weights
 from lmeval_prune.models.arguments import Arguments
 from lmeval_prune.models.attempts import DENSE, attempt_order
 from lmeval_prune.models.head_router import POLICIES, HeadRouter
-from lmeval_prune.sprint import policies
 from lmeval_prune.sprint.outcomes import OutcomeStore, question_field
-from lmeval_prune.sprint.policies import Policy
-from lmeval_prune.sprint.router import Router
+from lmeval_prune.sprint.router import Policy, Router, best, nearest, oracle, random_order, random_top
 
 logger = logging.getLogger(__name__)
 
@@ -32,45 +30,40 @@ class Routing(HeadRouter):
         super().__init__()
         self.allow_other_model = bool(arguments.allow_other_model)
         self.source = str(arguments.router)
+        self._random_pool, self._seed = arguments.router_pool, arguments.router_seed
         self.orders: dict[str, list[str]] = {}  # by question
+        self.policy: Policy
         self.model: dict[str, Any] = {}  # identity of the model that the router or the outcomes were made for
         self._training_questions: frozenset[str] = frozenset()  # digests of the questions that the policy was made from
         self._repeated: set[str] = set()  # of these, what this run answers
-        self._random_pool, self._seed = arguments.router_pool, arguments.router_seed
-        self.policy: Policy  # `fit_to` sets it if `router_pool` is given
-        default_field: str | None = None
+        tasks: dict[str, Any] = {}  # settings of the tasks of the outcomes
         if self.source not in POLICIES:
-            default_field = self._load_router(arguments)
-        elif arguments.router_pool and self.source != "random":
-            raise InputError(f"router_pool is for router=random; router={self.source} takes its pool from router_store")
-        elif not arguments.router_pool:  # `fit_to` makes the policy, because the pool depends on the model's heads
-            default_field = self._load_store(arguments)
-        self.question_field = arguments.question_field or default_field or "question"
-
-    def _load_router(self, arguments: Arguments) -> str | None:
-        if arguments.router_store or arguments.router_pool:
-            raise InputError("a fitted router has its own pool; leave out router_store and router_pool")
-        router = Router.load(self.source)
-        self.model = router.about.get("model", {})
-        self.policy, self._training_questions = policies.nearest(router), frozenset(router.about.get("seen", ()))
-        return question_field(router.about.get("tasks", {}))
-
-    def _load_store(self, arguments: Arguments) -> str | None:
-        if not arguments.router_store:
+            if arguments.router_store or arguments.router_pool:
+                raise InputError("a fitted router has its own pool; leave out router_store and router_pool")
+            router = Router.load(self.source)
+            self.model, tasks = router.about.get("model", {}), router.about.get("tasks", {})
+            self.policy, self._training_questions = nearest(router), frozenset(router.about.get("seen", ()))
+        elif arguments.router_pool:  # `fit_to` makes the policy, because the pool depends on the model's heads
+            if self.source != "random":
+                raise InputError(
+                    f"router_pool is for router=random; router={self.source} takes its pool from router_store"
+                )
+        elif not arguments.router_store:
             raise InputError(f"router={self.source} needs router_store=FOLDER, an outcome store")
-        outcomes = OutcomeStore(arguments.router_store).read()
-        self.model = outcomes.model
-        if self.source == "random":
-            self.policy = policies.random_order(outcomes.pool, self._seed)
-        elif self.source == "random_top":
-            self.policy = policies.random_top(outcomes, min(arguments.router_size, len(outcomes.pool)), self._seed)
         else:
-            self.policy = {"best": policies.best, "oracle": policies.oracle}[self.source](outcomes)
-        if self.source not in ("random", "oracle"):  # one reads no outcomes, and nobody takes the other for a test
-            self._training_questions = frozenset(map(digest, outcomes.texts))
-            if outcomes.uneven:
-                logger.warning("%s: %s", arguments.router_store, outcomes.uneven)
-        return question_field(outcomes.tasks)
+            outcomes = OutcomeStore(arguments.router_store).read()
+            self.model, tasks = outcomes.model, outcomes.tasks
+            if self.source == "random":
+                self.policy = random_order(outcomes.pool, self._seed)
+            elif self.source == "random_top":
+                self.policy = random_top(outcomes, arguments.router_size, self._seed)
+            else:
+                self.policy = best(outcomes) if self.source == "best" else oracle(outcomes)
+            if self.source not in ("random", "oracle"):  # one reads no outcomes, and nobody takes the other for a test
+                self._training_questions = frozenset(map(digest, outcomes.texts))
+                for warning in outcomes.warnings:
+                    logger.warning("%s: %s", arguments.router_store, warning)
+        self.question_field = arguments.question_field or question_field(tasks) or "question"
 
     def fit_to(self, model_map: ModelMap, weights: str | None, interventions: list[Any]) -> None:
         """Check that the router or its outcomes were made for this model; see the base class."""
@@ -78,9 +71,8 @@ class Routing(HeadRouter):
             subject = f"router={self.source} was made for"
             fix = "fit one for this model, or give allow_other_model=true if it fits"
             name = str(self.model.get("name", ""))
-            fingerprints = [self.model.get("weights", ""), *self.model.get("rounded", [])] if weights else []
-            fingerprints = [fingerprint for fingerprint in fingerprints if fingerprint]
-            check_weights(fingerprints, name, "", model_map, subject, fix)  # "": any revision
+            fingerprints = [self.model.get("weights"), *self.model.get("rounded", [])] if weights else []
+            check_weights(list(filter(None, fingerprints)), name, "", model_map, subject, fix)  # "": any revision
             expected = self.model.get("interventions", [])
             if expected != interventions:
                 raise InputError(
@@ -91,7 +83,7 @@ class Routing(HeadRouter):
             names = self._random_pool.split("+")
             heads = Head.parse([name for name in names if name != DENSE], model_map) if {*names} != {DENSE} else ()
             pool = attempt_order([*map(str, heads), *([DENSE] if DENSE in names else [])])
-            self.policy = policies.random_order(pool, self._seed)
+            self.policy = random_order(pool, self._seed)
         super().fit_to(model_map, weights, interventions)
 
     @property
@@ -109,21 +101,17 @@ class Routing(HeadRouter):
                 )
         questions = [q for q in dict.fromkeys(map(self._question, requests)) if q not in self.orders]
         if self._training_questions:
-            self._warn_of_training_questions(questions, lm)
+            parts = lm.gather_from_ranks([digest(question) for question in questions])
+            answered = {name for part in parts for name in part}
+            repeated = answered & self._training_questions - self._repeated
+            self._repeated |= repeated
+            if repeated and lm.rank == 0:
+                logger.warning(
+                    "router=%s was made from the outcomes of %d of the %d questions: this is no test of it",
+                    *(self.source, len(repeated), len(answered)),
+                )
         if questions:
             self.orders |= zip(questions, self.policy.order(questions), strict=True)
-
-    def _warn_of_training_questions(self, questions: Sequence[str], lm: Any) -> None:
-        """Warn of questions, of all processes, whose outcomes the policy was made from."""
-        parts = lm.gather_from_ranks([digest(question) for question in questions])
-        answered = {name for part in parts for name in part}
-        repeated = answered & self._training_questions - self._repeated
-        self._repeated |= repeated
-        if repeated and lm.rank == 0:
-            logger.warning(
-                "router=%s was made from the outcomes of %d of the %d questions: this is no test of it",
-                *(self.source, len(repeated), len(answered)),
-            )
 
     def order(self, request: Any) -> Sequence[str]:
         """Return the pool in the order of the tries at the request's question."""

@@ -9,14 +9,16 @@ from __future__ import annotations
 import json
 import logging
 import random
-import time
 from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import lm_eval
 import numpy as np
-from lm_eval.api.task import Task
+from lm_eval.api.instance import Instance
+from lm_eval.api.task import ConfigurableTask, Task
 from lm_eval.defaults import DEFAULT_OTHER_SEED, DEFAULT_RANDOM_SEED
 
 from lmeval_prune.architectures import Head, ModelMap
@@ -28,15 +30,13 @@ from lmeval_prune.models.head_router import FixedOrderRouter
 from lmeval_prune.models.pruned_hf import PrunedHFLM
 from lmeval_prune.models.pruned_server import PrunedServerLM
 from lmeval_prune.sprint.options import DEFAULT_LAYERS, SweepOptions
-from lmeval_prune.sprint.outcomes import Outcomes, OutcomeStore, Question
-from lmeval_prune.sprint.swept_task import SweptTask, configure, swept
+from lmeval_prune.sprint.outcomes import Outcomes, OutcomeStore
+from lmeval_prune.tasks import compat, tries
 from lmeval_prune.tasks.code import code_digest
-from lmeval_prune.tasks.compat import LoadedTasks
 from lmeval_prune.tasks.loading import load_tasks, task_manager
 from lmeval_prune.tasks.splits import scored_splits, split_names, unnamed_exemplar_split
 
 logger = logging.getLogger(__name__)
-Model = PrunedHFLM | PrunedServerLM
 
 
 class SweepPool(FixedOrderRouter):
@@ -52,136 +52,163 @@ class SweepPool(FixedOrderRouter):
         super().fit_to(model_map, weights, interventions)
 
 
-class Sweep:
-    """A sweep of tasks over a pool of attempts.
+class SweptTask(ConfigurableTask):
+    """A task whose documents are answered `repeats` times; `swept` mixes this class into the task's own class.
 
-    Args:
-        options: questions, pool and settings.
+    Filter and metric are applied to each response alone, so the outcomes are those of the task without repeats.
+
+    Attributes:
+        metric: metric of an outcome, 0 or 1.
+        filter: name of the filter whose results are scored.
+        question_field: document field with the question.
+        split: name of the evaluated split.
+        scored_splits: names of the split that the task itself scores.
+        prompts: digest of the prompt of each document, over all processes, by the document's index.
     """
 
-    def __init__(self, options: SweepOptions) -> None:
-        self.options = options
-        self.store = OutcomeStore(options.output)
-        self.scored_splits: dict[str, list[str]] = {}  # by task
+    metric: str
+    filter: str
+    question_field: str
+    split: str
+    scored_splits: list[str]
+    prompts: dict[int, str]
+    _instances: list[Instance] | None
 
-    def run(self) -> Outcomes | None:
-        """Generate and score the missing answers, and return the outcomes (None on ranks other than 0)."""
-        begin = time.perf_counter()
-        tasks = self._load_tasks()
-        doc_ids = self._draw(tasks)
-        tasks = {name: tasks[name] for name in doc_ids}
-        if self.store.store_file.exists():
-            self.store.check()  # refuse a damaged store before the model is loaded
-        layers = DEFAULT_LAYERS if self.options.layers is None else self.options.layers
-        pool = SweepPool(self.options.heads or "+".join(f"L{layer}H*" for layer in layers))
-        lm = self._load_model(pool)
-        try:
-            prompting = {
-                "system_instruction": self.options.system_instruction,
-                "apply_chat_template": self.options.apply_chat_template,
-                "fewshot_as_multiturn": self.options.apply_chat_template,  # as lm_eval's command line does
-            }
-            self._build_requests(tasks, doc_ids, lm, len(pool.pool), prompting)
-            self._prepare_store(tasks, lm, pool)
-            results = lm_eval.simple_evaluate(
-                model=lm,
-                tasks=list(tasks),
-                num_fewshot=self.options.num_fewshot,
-                gen_kwargs=self.options.gen_kwargs or None,
-                samples=doc_ids,
-                bootstrap_iters=0,
-                task_manager=LoadedTasks(tasks),
-                **prompting,
-            )
-            if lm.rank:
-                lm.close()  # this rank has written all its answers
-            lm.any_rank(False)  # wait for the other ranks
-            if lm.rank or results is None:
-                return None
-            self.store.add(_cells(tasks, results["samples"]))
-            assert lm.answering.store
-            lm.answering.store.compact()  # before another run is allowed to write
-        finally:
-            lm.close()
-        logger.info("%.1f seconds", time.perf_counter() - begin)
-        return self.store.read()
-
-    def _load_tasks(self) -> dict[str, SweptTask]:
-        options, metadata = self.options, dict(self.options.metadata)
-        if options.split:
-            metadata["data_split"] = options.split
-        tasks = load_tasks(task_manager(metadata), options.tasks)
-        for name, task in tasks.items():
-            settings = {**(task.get_config("generation_kwargs") or {}), **options.gen_kwargs}
-            if task.get_config("output_type") != "generate_until" or (task.get_config("repeats") or 1) > 1:
-                raise InputError(f"task {name} is not swept: a sweep needs a generative task without repeats")
-            if generation.is_sampling(settings):
-                raise InputError(
-                    f"task {name} samples; a sweep is greedy: add do_sample=false,temperature=0 to gen_kwargs"
-                )
-            self.scored_splits[name] = scored_splits(task)  # before another one is chosen
-            self._choose_split(name, task)
-        swept_tasks = {}
-        for name, task in sorted(tasks.items()):
-            swept_tasks[name] = swept(task, options.metric, options.question_field, options.split)
-        return swept_tasks
-
-    def _choose_split(self, name: str, task: Task) -> None:
-        split = self.options.split
-        if not split:
-            return
-        shots = self.options.num_fewshot
-        shots = task.get_config("num_fewshot") if shots is None else shots
-        if "prune_data" in (task.get_config("dataset_kwargs") or {}):  # this package's tasks have read data_split
-            if shots and task.get_config("fewshot_split") in split_names(split):
-                raise InputError(f"task {name} takes its exemplars from {split}; use another split, or no exemplars")
-        else:
-            if shots and unnamed_exemplar_split(task) == split:
-                raise InputError(
-                    f"task {name} takes its exemplars from {split}, and lm-eval leaves a question out of its own "
-                    f"exemplars only if the task's file names their split: write `fewshot_split: {split}` in it, or "
-                    f"use another split, or no exemplars"
-                )
-            task.set_config(key="test_split", value=split)
-
-    def _draw(self, tasks: dict[str, SweptTask]) -> dict[str, list[int]]:
-        """Draw the document indices of each task by the seed, from all tasks together."""
-        limit = self.options.limit
-        documents = [(name, doc_id) for name, task in tasks.items() for doc_id in range(len(task.eval_docs))]
-        if limit is not None:
-            random.Random(self.options.seed).shuffle(documents)
-            if limit > len(documents):
-                logger.warning("the tasks have %d questions, fewer than limit=%d", len(documents), limit)
-        drawn: dict[str, list[int]] = defaultdict(list)
-        for name, doc_id in sorted(documents[:limit]):
-            drawn[name].append(doc_id)
-        return dict(drawn)
-
-    def _load_model(self, pool: SweepPool) -> Model:
-        arguments = self.options.model_args
-        for name in ("responses", "router"):
-            if name in arguments:
-                raise InputError(f"a sweep does not take the model argument {name}")
-        arguments = {**arguments, "responses": self.options.output, "router": pool}
-        if self.options.server:
-            return PrunedServerLM(self.options.server, **arguments)
-        # deterministic: a resumed run decides near-ties as an uninterrupted run does
-        return PrunedHFLM(**{"deterministic": True, **arguments})
-
-    def _build_requests(
-        self,
-        tasks: dict[str, SweptTask],
-        doc_ids: dict[str, list[int]],
-        lm: Model,
-        repeats: int,
-        prompting: dict[str, Any],
+    def build_all_requests(
+        self, *, samples: list[int] | None = None, rank: int = 0, world_size: int = 1, **options: Any
     ) -> None:
-        """Build the requests as the evaluation would: the store needs the digests of their prompts."""
-        chat = self.options.apply_chat_template
-        random.seed(DEFAULT_RANDOM_SEED)  # as the evaluation does, so that a resumed run has the same prompts
+        """Build the requests once, with the prompts of a run over all documents in a single process.
+
+        lm-eval draws exemplars document by document, so few-shot prompts are built for all documents and then filtered.
+        lm-eval numbers the documents of `samples` anew.
+        """
+        if self.prompts:
+            return
+        doc_ids = samples or list(range(len(self.eval_docs)))
+        few_shot = bool(self.get_config("num_fewshot"))
+        super().build_all_requests(samples=None if few_shot else doc_ids, **options)
+        index_of = {doc_id: index for index, doc_id in enumerate(doc_ids)}
+        instances = []
+        for instance in self._instances or []:
+            index = index_of.get(instance.doc_id) if few_shot else instance.doc_id
+            if index is not None:
+                self.prompts[doc_ids[index]] = digest(instance.args[0])
+                if index % world_size == rank:
+                    instances.append(replace(instance, metadata=(instance.task_name, index, instance.repeats)))
+        self._instances = instances
+
+    def apply_filters(self) -> list[Instance] | None:
+        """Apply the filter to each response as if it were its document's only response."""
+        texts_of = [instance.resps[: instance.repeats] for instance in self.instances]  # without copies that pad ranks
+        singles = [
+            replace(instance, resps=[text], filtered_resps={})
+            for instance, texts in zip(self.instances, texts_of, strict=True)
+            for text in texts
+        ]
+        filtered = iter(tries.filtered(self, singles))
+        for instance, texts in zip(self.instances, texts_of, strict=True):
+            instance.filtered_resps = {self.filter: [next(filtered) for _ in texts]}
+        return None
+
+    def process_results(self, doc: dict[str, Any], results: Sequence[Any]) -> dict[str, Any]:
+        """Score each try: whether it is right, and its extracted answer (empty if the task does not report it)."""
+        return self.score_tries(doc, results[0])
+
+    def score_tries(self, doc: dict[str, Any], responses: Sequence[Any]) -> dict[str, Any]:
+        """Score filtered responses; `InputError` if the metric is not 0 or 1."""
+        scores = [super(SweptTask, self).process_results(doc, [response]) for response in responses]
+        outcomes = [tries.is_right(self, score, self.metric) for score in scores]
+        return {"outcomes": outcomes, "extracted": [str(score.get("extracted", "")) for score in scores]}
+
+    def aggregation(self) -> dict[str, Callable[..., Any]]:
+        """Return the accuracy over all tries, and the number of extracted answers."""
+        return {"outcomes": lambda rows: sum(map(sum, rows)) / sum(map(len, rows)), "extracted": len}
+
+    def higher_is_better(self) -> dict[str, bool]:
+        """Return that higher is better."""
+        return {"outcomes": True, "extracted": True}
+
+
+def swept(task: Task, options: SweepOptions) -> SweptTask:
+    """Turn a loaded task into a swept task, in place; `InputError` if its outcomes would mean something else."""
+    name, split = task.config.task, options.split
+    settings = {**(task.get_config("generation_kwargs") or {}), **options.gen_kwargs}
+    if task.get_config("output_type") != "generate_until" or (task.get_config("repeats") or 1) > 1:
+        raise InputError(f"task {name} is not swept: a sweep needs a generative task without repeats")
+    if generation.is_sampling(settings):
+        raise InputError(f"task {name} samples; a sweep is greedy: add do_sample=false,temperature=0 to gen_kwargs")
+    scored = scored_splits(task)  # before another split is chosen
+    if split:
+        shots = task.get_config("num_fewshot") if options.num_fewshot is None else options.num_fewshot
+        is_own = "prune_data" in (task.get_config("dataset_kwargs") or {})  # such a task has read data_split
+        if is_own and shots and task.get_config("fewshot_split") in split_names(split):
+            raise InputError(f"task {name} takes its exemplars from {split}; use another split, or no exemplars")
+        if not is_own and shots and unnamed_exemplar_split(task) == split:
+            raise InputError(
+                f"task {name} takes its exemplars from {split}, and lm-eval leaves a question out of its own exemplars "
+                f"only if the task's file names their split: write `fewshot_split: {split}` in it, or use another "
+                f"split, or no exemplars"
+            )
+        if not is_own:
+            task.set_config(key="test_split", value=split)
+    metric, filter_name = tries.choose_metric(task, options.metric)
+    result: Any = task
+    kind: Any = type(task)
+    result.__class__ = type(f"Swept{kind.__name__}", (SweptTask, kind), {})
+    result.metric, result.filter, result.scored_splits, result.prompts = metric, filter_name, scored, {}
+    declared = (task.get_config("metadata") or {}).get("question_field")
+    result.question_field = str(options.question_field or declared or "question")
+    result.split = split or str(task.get_config("test_split") or task.get_config("validation_split"))
+    # score an empty answer, so that a wrong metric is refused before the model generates anything
+    doc = result.eval_docs[0]
+    empty = compat.request("generate_until", ("", {}), result.task_name, 0, doc=doc, resps=[""])
+    result.score_tries(doc, tries.filtered(result, [empty]))
+    return result
+
+
+def run_sweep(options: SweepOptions) -> Outcomes | None:
+    """Generate and score the missing answers, and return the outcomes (None on ranks other than 0)."""
+    store = OutcomeStore(options.output)
+    metadata = {**options.metadata, **({"data_split": options.split} if options.split else {})}
+    loaded = load_tasks(task_manager(metadata), options.tasks)
+    tasks = {name: swept(task, options) for name, task in sorted(loaded.items())}
+
+    documents = [(name, doc_id) for name, task in tasks.items() for doc_id in range(len(task.eval_docs))]
+    if options.limit is not None:
+        random.Random(options.seed).shuffle(documents)  # of all tasks together
+    doc_ids: dict[str, list[int]] = defaultdict(list)
+    for name, doc_id in sorted(documents[: options.limit]):
+        doc_ids[name].append(doc_id)
+    tasks = {name: tasks[name] for name in doc_ids}
+
+    layers = DEFAULT_LAYERS if options.layers is None else options.layers
+    pool = SweepPool(options.heads or "+".join(f"L{layer}H*" for layer in layers))
+    arguments = {**options.model_args, "responses": options.output, "router": pool}
+    # deterministic: a resumed run decides near-ties as an uninterrupted run does
+    lm: PrunedHFLM | PrunedServerLM = (
+        PrunedServerLM(options.server, **arguments)
+        if options.server
+        else PrunedHFLM(**{"deterministic": True, **arguments})
+    )
+    try:
+        chat = options.apply_chat_template
+        prompting: dict[str, Any] = {
+            "system_instruction": options.system_instruction,
+            "apply_chat_template": chat,
+            "fewshot_as_multiturn": chat,  # as lm_eval's command line does
+        }
+        # The requests are built as the evaluation would: the store needs the digests of their prompts
+        random.seed(DEFAULT_RANDOM_SEED)  # so that a resumed run has the same prompts
         np.random.seed(DEFAULT_OTHER_SEED)
         for name, task in tasks.items():
-            configure(task, repeats, self.options.num_fewshot, self.options.gen_kwargs)
+            task.set_config("repeats", len(pool.pool))
+            if options.gen_kwargs:
+                task.set_config("generation_kwargs", dict(options.gen_kwargs), update=True)
+            declared = task.get_config("num_fewshot")
+            if declared != 0:  # a task with 0 keeps it
+                shots = options.num_fewshot
+                task.set_config("num_fewshot", (declared or 0) if shots is None else shots)
+            task.set_fewshot_seed(seed=DEFAULT_OTHER_SEED)
             task.build_all_requests(
                 samples=doc_ids[name],
                 rank=lm.rank,
@@ -190,47 +217,80 @@ class Sweep:
                 tokenizer_name=lm.tokenizer_name if chat else "",
                 **prompting,
             )
-
-    def _prepare_store(self, tasks: dict[str, SweptTask], lm: Model, pool: SweepPool) -> None:
-        """Prepare the store on rank 0; if this fails, all ranks end instead of waiting for it."""
         failed = True
         try:
             if lm.rank == 0:
-                settings = {name: self._settings(name, task, lm) for name, task in tasks.items()}
-                self.store.begin(_identity(lm), settings, _questions(tasks), pool.pool)
+                template = str(lm.chat_template(True)) if chat else ""
+                settings = {name: _settings(task, options, template) for name, task in tasks.items()}
+                store.begin(_identity(lm), settings, _questions(tasks), pool.pool)
             failed = False
         finally:
             failed_anywhere = lm.any_rank(failed)
-        if failed_anywhere:
+        if failed_anywhere:  # no rank waits for one that has ended
             raise InputError("the first process could not prepare the store; its message has the reason")
+        results = lm_eval.simple_evaluate(
+            model=lm,
+            tasks=list(tasks),
+            num_fewshot=options.num_fewshot,
+            gen_kwargs=options.gen_kwargs or None,
+            samples=dict(doc_ids),
+            bootstrap_iters=0,
+            task_manager=compat.LoadedTasks(tasks),
+            **prompting,
+        )
+        if lm.rank:
+            lm.close()  # this rank has written all its answers
+        lm.any_rank(False)  # wait for the other ranks
+        if lm.rank or results is None:
+            return None
+        store.add(_cells(tasks, results["samples"]))
+        assert lm.answering.store
+        lm.answering.store.compact()  # before another run is allowed to write
+    finally:
+        lm.close()
+    return store.read()
 
-    def _settings(self, name: str, task: SweptTask, lm: Model) -> dict[str, Any]:
-        """Return all settings of a task that outcomes depend on, as JSON."""
-        template = lm.chat_template(True) if self.options.apply_chat_template else ""
-        code = code_digest(task, dict(vars(task.config)), own=False)
-        function = task.get_config("process_results")
-        return {
-            "generation": json.loads(json.dumps(task.get_config("generation_kwargs"), default=str)),
-            "num_fewshot": task.get_config("num_fewshot"),
-            "chat_template": digest(template) if template else "",
-            "system_instruction": self.options.system_instruction or "",
-            "metric": f"{task.metric},{task.filter}",
-            "question_field": task.question_field,
-            "version": str((task.get_config("metadata") or {}).get("version", "")),
-            "scoring": f"{function.__module__}:{function.__qualname__}" if callable(function) else "",
-            "scored_splits": self.scored_splits[name],
-            **({"code": code} if code else {}),
-        }
+
+def _settings(task: SweptTask, options: SweepOptions, template: str) -> dict[str, Any]:
+    """Return all settings of a task that outcomes depend on, as JSON."""
+    code = code_digest(task, dict(vars(task.config)), own=False)
+    function = task.get_config("process_results")
+    scoring = f"{function.__module__}:{function.__qualname__}" if callable(function) else ""
+    return {
+        "generation": json.loads(json.dumps(task.get_config("generation_kwargs"), default=str)),
+        "num_fewshot": task.get_config("num_fewshot"),
+        "chat_template": digest(template) if template else "",
+        "system_instruction": options.system_instruction or "",
+        "metric": f"{task.metric},{task.filter}",
+        "question_field": task.question_field,
+        "version": str((task.get_config("metadata") or {}).get("version", "")),
+        "scoring": scoring.rpartition("/")[2],  # lm-eval names a module by its path, and a folder may be moved
+        "scored_splits": task.scored_splits,
+        **({"code": code} if code else {}),
+    }
+
+
+def _identity(lm: Any) -> dict[str, Any]:
+    name = str(getattr(lm.config, "_name_or_path", ""))
+    identity = {"name": Path(name).name or name, **lm.identity, "interventions": lm.answering.interventions()}
+    return {**json.loads(json.dumps(identity | {"versions": lm.answering.versions})), **lm.outcome_identity}
 
 
 def _questions(tasks: dict[str, SweptTask]) -> list[dict[str, Any]]:
+    """Return the rows of the questions; their attributes are the short fields that reports can group by."""
+    hidden = {"target", "answer", "id", "unique_id", "doc_id"}
     rows = []
     for name, task in tasks.items():
         for doc_id, prompt in sorted(task.prompts.items()):
             doc = task.eval_docs[doc_id]
-            row = Question(name, task.split, doc_id)._asdict()
-            row |= {"question": str(doc[task.question_field]), "prompt": prompt}
-            rows.append({**row, "attributes": _attributes(doc, task.question_field)})
+            attributes = {
+                field: value
+                for field, value in doc.items()
+                if field not in hidden | {task.question_field}
+                and (isinstance(value, bool | int) or (isinstance(value, str) and len(value) <= 64))
+            }
+            row = {"task": name, "split": task.split, "doc_id": doc_id, "question": str(doc[task.question_field])}
+            rows.append({**row, "prompt": prompt, "attributes": attributes})
     return rows
 
 
@@ -238,7 +298,6 @@ def _cells(tasks: dict[str, SweptTask], samples: dict[str, list[dict[str, Any]]]
     cells = []
     for name, rows in samples.items():
         for row in rows:
-            question = Question(name, tasks[name].split, row["doc_id"])._asdict()
             (_, answers) = row["arguments"][0]
             columns = {
                 "attempt": answers["attempts"],
@@ -248,23 +307,8 @@ def _cells(tasks: dict[str, SweptTask], samples: dict[str, list[dict[str, Any]]]
                 "outcome": row["outcomes"],
                 "extracted": row["extracted"],
             }
-            tries = zip(*columns.values(), strict=True)
-            cells += [{**question, **dict(zip(columns, values, strict=True))} for values in tries]
+            question = {"task": name, "split": tasks[name].split, "doc_id": row["doc_id"]}
+            cells += [
+                question | dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)
+            ]
     return cells
-
-
-def _identity(lm: Model) -> dict[str, Any]:
-    name = str(getattr(lm.config, "_name_or_path", ""))
-    identity = {"name": Path(name).name or name, **lm.identity, "interventions": lm.answering.interventions()}
-    identity |= {"versions": lm.answering.versions}
-    return {**json.loads(json.dumps(identity)), **lm.outcome_identity}
-
-
-def _attributes(doc: dict[str, Any], question_field: str) -> dict[str, Any]:
-    """Return the short fields of a document that reports can group by, e.g. subject, level or grade."""
-    hidden = {question_field, "target", "answer", "id", "unique_id", "doc_id"}
-    return {
-        name: value
-        for name, value in doc.items()
-        if name not in hidden and (isinstance(value, bool | int) or (isinstance(value, str) and len(value) <= 64))
-    }

@@ -1,4 +1,10 @@
-"""Fit the paper's router: the heads nearest to θ φ(x), by the contrastive loss (eq. 1)."""
+"""Fit the paper's router: the heads nearest to q = θ φ(x), by SPRINT's contrastive loss (eq. 1).
+
+    L = 1/n Σ_i −log( Σ_{j∈M_i⁺} exp(−‖q_i − v_j‖²) / Σ_j exp(−‖q_i − v_j‖²) ) − λ Σ_{j<k} s_jk ‖v_j − v_k‖²
+
+Both sums of the first term run over the known outcomes of a question. A question that no head solves has an empty M_i⁺
+and is left out of the first term. A question that all heads solve adds 0.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +19,61 @@ import torch
 from torch import Tensor
 
 from lmeval_prune.errors import InputError
-from lmeval_prune.sprint.loss import agreement, constrain, contrastive_loss, ranking_losses, squared_distances
-from lmeval_prune.sprint.routers.base import Candidate, Examples, Ranker, RouterMethod
-from lmeval_prune.sprint.routers.contrastive_options import ContrastiveOptions
+from lmeval_prune.sprint.options import ContrastiveOptions
+from lmeval_prune.sprint.routers import Candidate, Examples, Ranker, RouterMethod
 
 logger = logging.getLogger(__name__)
+
+
+def squared_distances(q: Tensor, v: Tensor) -> Tensor:
+    """Return ‖q_i − v_j‖², shape (questions, heads), from q (questions, p) and v (heads, p)."""
+    return (q[:, None, :] - v[None, :, :]).square().sum(-1)
+
+
+def ranking_losses(q: Tensor, v: Tensor, z: Tensor) -> Tensor:
+    """Return the first term of eq. 1 for each question that some head solves.
+
+    Args:
+        q: question embeddings (questions, p).
+        v: head embeddings (heads, p).
+        z: outcomes (questions, heads): 1, 0 or NaN (unknown).
+    """
+    solved = (z == 1).any(1)
+    logits, z = -squared_distances(q[solved], v), z[solved]
+    total = logits.masked_fill(z.isnan(), -torch.inf).logsumexp(1)
+    return total - logits.masked_fill(z != 1, -torch.inf).logsumexp(1)
+
+
+def agreement(z: Tensor) -> Tensor:
+    """Return s_jk, the share of equal outcomes of heads j and k, shape (heads, heads).
+
+    The share is over questions with both outcomes known; it is 0 without any.
+    """
+    observed = (~z.isnan()).to(torch.float64)
+    right = (z == 1).to(torch.float64)
+    wrong = observed - right
+    counts = observed.T @ observed
+    return ((right.T @ right + wrong.T @ wrong) / counts.clamp(min=1)).to(z.dtype)
+
+
+def constrain(v: Tensor, diversity: str, radius: float) -> Tensor:
+    """Project head embeddings into a ball or onto a sphere; leave them if `diversity` is `unbounded`.
+
+    As printed, the loss has no minimum for λ > 0: its second term grows without bound as heads move apart.
+    """
+    if diversity == "unbounded":
+        return v
+    length = v.norm(dim=1, keepdim=True).clamp(min=1e-12)
+    scale = radius / length
+    return v * (scale.clamp(max=1) if diversity == "ball" else scale)
+
+
+def contrastive_loss(q: Tensor, v: Tensor, z: Tensor, s: Tensor, weight: float) -> Tensor:
+    """Return eq. 1 with λ = `weight`; the first term is 0 if no question is solved."""
+    losses = ranking_losses(q, v, z)
+    ranking = losses.mean() if len(losses) else q.sum() * 0
+    diversity = (s * squared_distances(v, v)).triu(1).sum()  # Σ_{j<k} s_jk ‖v_j − v_k‖²
+    return ranking - weight * diversity
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,7 +85,6 @@ class NearestHeads(Ranker):
         heads: head embeddings v_j, shape (pool, p).
     """
 
-    shapes: ClassVar = {"theta": ("p", "width"), "heads": ("pool", "p")}
     theta: Tensor
     heads: Tensor
 
@@ -43,7 +98,6 @@ class NearestHeads(Ranker):
 class Contrastive(ContrastiveOptions, RouterMethod):
     """Minimises eq. 1 over θ and V by AdamW; the epoch is that of the lowest validation loss."""
 
-    version: ClassVar = 2  # 1: distances in float32, whose rounding could depend on the other questions of a batch
     ranker: ClassVar = NearestHeads
 
     def candidates(self, examples: Examples) -> Iterator[Candidate]:
@@ -52,9 +106,7 @@ class Contrastive(ContrastiveOptions, RouterMethod):
             theta, heads, curve = self._optimise(examples, size, weight)
             loss = min(epoch["validation"] for epoch in curve)
             if not np.isfinite([loss, curve[-1]["training"]]).all():
-                fit = (
-                    f"the fit with p={size} and lambda={weight:g} has diverged at learning_rate={self.learning_rate:g}"
-                )
+                fit = f"the fit with p={size}, lambda={weight:g} has diverged at learning_rate={self.learning_rate:g}"
                 if not np.isfinite(loss):
                     raise InputError(f"{fit}; give a smaller one")
                 logger.warning("%s in epoch %d: the best epoch before is kept; give a smaller one", fit, len(curve))
@@ -68,11 +120,8 @@ class Contrastive(ContrastiveOptions, RouterMethod):
         raw = torch.randn(z.shape[1], size, generator=generator) * self.radius / (2 * size**0.5)
         theta.requires_grad_(), raw.requires_grad_()
         s = agreement(z)
-        groups: list[dict[str, Any]] = [
-            {"params": [theta], "weight_decay": self.decay},
-            {"params": [raw], "weight_decay": 0.0},
-        ]
-        optimiser = torch.optim.AdamW(groups, lr=self.learning_rate)
+        decays: list[dict[str, Any]] = [{"params": [theta]}, {"params": [raw], "weight_decay": 0.0}]
+        optimiser = torch.optim.AdamW(decays, lr=self.learning_rate, weight_decay=self.decay)
         best, lowest, epochs_since = (theta.detach().clone(), raw.detach().clone()), float("inf"), 0
         curve: list[dict[str, float]] = []
         for epoch in range(self.epochs):

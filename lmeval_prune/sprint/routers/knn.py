@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -13,7 +13,7 @@ from annotated_types import MinLen
 from torch import Tensor
 
 from lmeval_prune.config import Count, Positive
-from lmeval_prune.sprint.routers.base import Candidate, Examples, Ranker, RouterMethod
+from lmeval_prune.sprint.routers import Candidate, Examples, Ranker, RouterMethod
 
 Weighting = Literal["uniform", "distance"]
 
@@ -26,17 +26,9 @@ class Neighbours(Ranker):
         mean, scale: standardisation of embeddings, shape (width,).
         vectors: standardised embeddings of the training questions, each of length 1, shape (questions, width).
         outcomes: their outcomes, shape (questions, pool); an unknown one is the column's share of solved questions.
-        k: number of neighbours.
-        weighting: `uniform`, or `distance` for weights that are inverse to the distance.
-        prior: number of neighbours that the average over all training questions counts as.
+        k, weighting, prior: as in `Knn`.
     """
 
-    shapes: ClassVar = {
-        "mean": ("width",),
-        "scale": ("width",),
-        "vectors": ("questions", "width"),
-        "outcomes": ("questions", "pool"),
-    }
     mean: Tensor
     scale: Tensor
     vectors: Tensor
@@ -44,15 +36,6 @@ class Neighbours(Ranker):
     k: Count
     weighting: Weighting
     prior: Positive
-
-    @classmethod
-    def of_examples(cls, examples: Examples) -> Neighbours:
-        """Create a ranker of all neighbours."""
-        mean, scale = standardisation(examples.x)
-        z = examples.z.double()
-        rates = (z == 1).double().sum(0) / (~z.isnan()).double().sum(0).clamp(min=1)
-        vectors = unit((examples.x.double() - mean) / scale)
-        return cls(mean, scale, vectors, torch.where(z.isnan(), rates, z), len(z), "uniform", 1.0)
 
     def weights(self, x: Tensor) -> Tensor:
         """Return the weight of each training question, shape (questions, training questions); they sum to 1.
@@ -122,10 +105,12 @@ class Knn(RouterMethod):
 
     def candidates(self, examples: Examples) -> Iterator[Candidate]:
         """Combine all values of k, weighting and prior; see the base class."""
-        base = Neighbours.of_examples(examples)
+        mean, scale = standardisation(examples.x)
+        vectors, z = unit((examples.x.double() - mean) / scale), examples.z.double()
+        rates = (z == 1).double().sum(0) / (~z.isnan()).double().sum(0).clamp(min=1)
+        outcomes = torch.where(z.isnan(), rates, z)
         x, z = examples.judged
-        ks = sorted({min(k, len(examples.z)) for k in self.k})
-        for k, weighting, prior in product(ks, self.weighting, self.prior):
+        for k, weighting, prior in product(sorted({min(k, len(vectors)) for k in self.k}), self.weighting, self.prior):
+            ranker = Neighbours(mean, scale, vectors, outcomes, k, weighting, prior)
             values: dict[str, Any] = {"k": k, "weighting": weighting, "prior": prior}
-            ranker = replace(base, k=k, weighting=weighting, prior=prior)
             yield Candidate(values, ranker, log_loss(ranker.probabilities(x), z))

@@ -15,8 +15,8 @@ from lmeval_prune import HeadMask, InputError, map_model
 from lmeval_prune.architectures import ModelMap
 from lmeval_prune.decoding import Engine, Request, SamplingParams
 from lmeval_prune.interventions import Intervention
-from lmeval_prune.interventions.attention_call import Attend, AttentionCall, check_attention_calls, intercept_attention
 from lmeval_prune.interventions.applied import changed_by
+from lmeval_prune.interventions.attention_call import Attend, AttentionCall, check_attention_calls, intercept_attention
 from tests.tiny_models import CAUSAL, ENCODERS, OWN_ATTENTION, SEQ2SEQ, distinct, output, tiny, tokens
 
 

@@ -10,8 +10,7 @@ import torch
 from torch.nn import functional
 
 from lmeval_prune.decoding.attention_layout import Layout, Part
-from lmeval_prune.interventions.attention_call import AttentionCall, additive_mask
-from lmeval_prune.interventions.unsupported import UnsupportedAttention
+from lmeval_prune.interventions.attention_call import AttentionCall, UnsupportedAttention, additive_mask
 
 _COMPILED = (torch.float32, torch.bfloat16)  # types of the compiled kernel
 _UNKNOWN_OPTIONS = {"s_aux": "sinks", "position_bias": "bias", "attention_bias": "bias", "head_mask": "head_mask"}

@@ -115,9 +115,8 @@ class Intervention(Settings, ABC):
     ) -> Iterator[ModelMap]:
         """Apply the intervention to `model` inside a `with` block, which yields the model's map; blocks nest.
 
-        Every call of the model inside the block, in any thread, runs under the intervention, and eagerly, as does all
-        compiled code of the process. Inside the block, a copied or pickled model and another intervention from another
-        thread are refused.
+        Every call of the model inside the block, in any thread, runs under the intervention, and `torch.compile` is
+        ignored. A copied or pickled model and another intervention from another thread are refused.
 
         Args:
             model: a stock transformers model.
@@ -167,7 +166,7 @@ class Intervention(Settings, ABC):
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], allow_other_model: bool = False) -> Self:
-        """Read an artefact; missing fields have their defaults. It fits its own model only, unless `allow_other_model`."""
+        """Read an artefact, which fits its own model only, unless `allow_other_model`; missing fields have defaults."""
         content, sha256 = read_artefact(path, cls.schema(), SCHEMA_VERSION, cls.contents)
         origin = Origin(str(path), sha256, content["model"], allow_other_model)
         return cls(**content["settings"], **cls.fields_of(Path(path), content), origin=origin)

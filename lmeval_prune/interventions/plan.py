@@ -224,8 +224,10 @@ class Plan(Intervention):
 
     def attach(self, model_map: ModelMap, stack: ExitStack) -> None:
         """Hook each projection that loses inputs, has a compensation, or is the output of a removed block."""
-        for block, numbers in (*self.heads_by_layer(model_map), *self.channels_by_layer(model_map)):
-            zero_columns(block, numbers, stack)
+        for layer, heads in self.heads_by_layer(model_map):
+            zero_columns(layer, heads, stack)
+        for block, channels in self.channels_by_layer(model_map):
+            zero_columns(block, channels, stack)
         for sublayer in self.sublayers(model_map):
             change_output(sublayer.output, torch.zeros_like, stack)
         plans = [plan for plan in interventions_on(model_map.model) if isinstance(plan, Plan)]

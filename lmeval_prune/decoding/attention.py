@@ -126,7 +126,7 @@ class SlotAttention:
         if not layout.parts:
             return query.new_zeros(0, heads, self.values.shape[-1]), query.new_zeros(0, heads)
         if is_compiled and all(part.tokens == 1 for part in layout.parts):
-            from lmeval_prune.kernels.decode_attention.compiled import decode  # numba takes a while to import
+            from lmeval_prune.kernels.decode_attention import decode  # numba takes a while to import
 
             arguments = query.transpose(0, 1), self.keys, self.values, layout.slots, layout.offsets + 1
             out, lse = decode(*arguments, options.scaling, options.window)

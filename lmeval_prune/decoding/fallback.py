@@ -15,7 +15,7 @@ from lmeval_prune.decoding.model_runner import lock_model
 from lmeval_prune.decoding.request import Request, SamplingParams
 from lmeval_prune.decoding.sampling import RefuseNaN
 from lmeval_prune.decoding.stopping import Stopping
-from lmeval_prune.interventions.applied import interventions_on
+from lmeval_prune.interventions.base import interventions_on
 from lmeval_prune.interventions.head_mask import RowMasks
 
 

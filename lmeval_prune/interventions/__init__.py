@@ -1,7 +1,7 @@
 """Interventions: reversible changes to the computation of a stock model."""
 
-from lmeval_prune.interventions.applied import combined, interventions_on, preserve_state
-from lmeval_prune.interventions.base import Intervention
+from lmeval_prune.interventions.applied import combined, preserve_state
+from lmeval_prune.interventions.base import Intervention, interventions_on
 from lmeval_prune.interventions.head_mask import HeadMask, RowMasks
 from lmeval_prune.interventions.plan import Plan
 from lmeval_prune.interventions.table import METHODS, load_intervention

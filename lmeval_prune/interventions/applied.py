@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from threading import RLock, Thread, current_thread
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import nn
@@ -16,14 +16,12 @@ from torch import nn
 from lmeval_prune.architectures import ModelMap
 from lmeval_prune.errors import InputError
 
-if TYPE_CHECKING:
-    from lmeval_prune.interventions.base import Intervention
-
 _ATTRIBUTE = "_lmeval_prune_applied"
 _LOCK = RLock()
+T = TypeVar("T")
 
 
-class _Applied(list[tuple["Intervention", Thread | None]]):
+class _Applied(list[tuple[Any, Thread | None]]):
     """Interventions, first applied first, each with the only thread that may apply more (None: any thread may)."""
 
     models: ClassVar[int] = 0  # with something applied
@@ -41,7 +39,7 @@ class _Applied(list[tuple["Intervention", Thread | None]]):
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise InputError("a copy of a model would keep what is applied to it; copy or save it outside of the block")
 
-    def drop(self, entry: tuple[Intervention, Thread | None]) -> None:
+    def drop(self, entry: tuple[Any, Thread | None]) -> None:
         """Remove an intervention, and the list with the last one."""
         self[:] = [other for other in self if other is not entry]
         if not self:
@@ -53,7 +51,7 @@ class _Applied(list[tuple["Intervention", Thread | None]]):
 
 
 @contextmanager
-def attached(intervention: Intervention, model_map: ModelMap, any_thread: bool) -> Iterator[None]:
+def attached(intervention: Any, model_map: ModelMap, any_thread: bool) -> Iterator[None]:
     """Attach and record a resolved intervention inside a block; `any_thread`: other threads may apply more."""
     stack = ExitStack()
     try:
@@ -77,23 +75,24 @@ def _applied_to(model: nn.Module) -> _Applied | None:
     return next((vars(module)[_ATTRIBUTE] for module in model.modules() if _ATTRIBUTE in vars(module)), None)
 
 
-def interventions_on(model: nn.Module) -> tuple[Intervention, ...]:
-    """Return the interventions applied to a model or the model that it wraps, first applied first."""
-    return tuple(intervention for intervention, _ in _applied_to(model) or ())
+def applied_on(model: nn.Module) -> list[Any]:
+    """Return what is applied to a model or the model that it wraps, first applied first."""
+    return [intervention for intervention, _ in _applied_to(model) or ()]
 
 
 @contextmanager
 def preserve_state(model: nn.Module) -> Iterator[None]:
     """Restore the state of all interventions on a model after a block of trial passes."""
     with ExitStack() as stack:
-        for intervention in interventions_on(model):
+        for intervention in applied_on(model):
             stack.enter_context(intervention.preserve_state())
         yield
 
 
-def combined(interventions: Iterable[Intervention]) -> tuple[Intervention, ...]:
+def combined(interventions: Iterable[T]) -> tuple[T, ...]:
     """Merge interventions that can be merged (head masks: their union), in order."""
-    result: list[Intervention] = []
+    result: list[Any] = []
+    later: Any
     for later in interventions:
         for position, earlier in enumerate(result):
             if (union := earlier.merged_with(later) or later.merged_with(earlier)) is not None:

@@ -21,7 +21,7 @@ from torch import nn
 from lmeval_prune.architectures import ModelMap, loadable_fingerprints, map_model
 from lmeval_prune.artefacts import read_artefact, write_artefact
 from lmeval_prune.config import Settings, to_plain_json
-from lmeval_prune.interventions.applied import attached, changed_by, combined, interventions_on
+from lmeval_prune.interventions.applied import applied_on, attached, changed_by, combined
 from lmeval_prune.interventions.table import SCHEMA_VERSION, ArtefactContents, Origin, method_name
 from lmeval_prune.registry import class_record, import_path, is_own
 
@@ -87,10 +87,7 @@ class Intervention(Settings, ABC):
         return nullcontext()
 
     def fixed_decisions(self) -> AbstractContextManager[None]:
-        """Preserve state, and fix decisions that rounding could change, inside a block.
-
-        The engine compares logits with the model's own in such a block.
-        """
+        """Preserve state, and fix decisions that rounding could change, while the engine compares logits."""
         return self.preserve_state()
 
     def merged_with(self, other: Intervention) -> Self | None:
@@ -177,7 +174,9 @@ class Intervention(Settings, ABC):
         return {}
 
 
-# ---------------------------------------------------------------------- hooks
+def interventions_on(model: nn.Module) -> tuple[Intervention, ...]:
+    """Return the interventions applied to a model or the model that it wraps, first applied first."""
+    return tuple(applied_on(model))
 
 
 def change_input(module: nn.Module, change: Callable[[torch.Tensor], torch.Tensor], stack: ExitStack) -> None:

@@ -37,8 +37,7 @@ from lmeval_prune.artefacts import (
 )
 from lmeval_prune.config import FrozenMapping
 from lmeval_prune.errors import InputError
-from lmeval_prune.interventions.applied import interventions_on
-from lmeval_prune.interventions.base import Intervention, change_output
+from lmeval_prune.interventions.base import Intervention, change_output, interventions_on
 from lmeval_prune.interventions.head_mask import HeadMask, zero_columns
 from lmeval_prune.interventions.table import SCHEMA_VERSION, ArtefactContents, load_intervention
 

@@ -6,7 +6,7 @@ import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from typing_extensions import TypedDict
 
@@ -14,9 +14,6 @@ from lmeval_prune.architectures import ModelMap, is_dispatched
 from lmeval_prune.artefacts import read_artefact
 from lmeval_prune.errors import InputError
 from lmeval_prune.registry import Registry, import_path
-
-if TYPE_CHECKING:
-    from lmeval_prune.interventions.base import Intervention
 
 logger = logging.getLogger(__name__)
 SCHEMA_VERSION = 3
@@ -39,7 +36,7 @@ def method_name(kind: type) -> str:
     return METHODS.name_of(kind, import_path(kind))
 
 
-def load_intervention(path: str | os.PathLike[str], allow_other_model: bool = False) -> Intervention:
+def load_intervention(path: str | os.PathLike[str], allow_other_model: bool = False) -> Any:
     """Read an artefact of any method in the table, by its schema."""
     kinds = {kind.schema(): kind for kind in map(METHODS.load, METHODS.own)}
     try:
@@ -50,11 +47,10 @@ def load_intervention(path: str | os.PathLike[str], allow_other_model: bool = Fa
             raise
         kinds |= elsewhere
         content, _ = read_artefact(path, tuple(kinds), SCHEMA_VERSION)
-    loaded: Intervention = kinds[content["schema"]].load(path, allow_other_model)
-    return loaded
+    return kinds[content["schema"]].load(path, allow_other_model)
 
 
-def parse_intervention(name: str, value: Any, allowances: Mapping[str, bool]) -> Intervention:
+def parse_intervention(name: str, value: Any, allowances: Mapping[str, bool]) -> Any:
     """Create an intervention from a model_arg.
 
     Args:
@@ -62,7 +58,6 @@ def parse_intervention(name: str, value: Any, allowances: Mapping[str, bool]) ->
         value: value of the method's first field, a dictionary of its fields, or the file of an artefact.
         allowances: values of `ALLOWANCES` for methods that have these fields.
     """
-    intervention: Any
     kind: Any = None if name == "mask" else METHODS.load(name)
     if kind is None or (isinstance(value, str) and value.endswith(".json")):
         artefact = load_intervention(value, bool(allowances.get("allow_other_model")))
@@ -77,8 +72,7 @@ def parse_intervention(name: str, value: Any, allowances: Mapping[str, bool]) ->
             raise InputError(f"{name} has no settings; give {name}=true")
         intervention = kind.from_dict(value if isinstance(value, dict) else dict.fromkeys(names[:1], value), name)
     own = {field.name for field in fields(intervention)}
-    allowed: Intervention = replace(intervention, **{key: allows for key, allows in allowances.items() if key in own})
-    return allowed
+    return replace(intervention, **{key: allows for key, allows in allowances.items() if key in own})
 
 
 # ---------------------------------------------------------------------- the model of an artefact

@@ -396,7 +396,8 @@ class SlotMemory(Memory):
     @classmethod
     def fresh_slots(cls, slots: int, call: AttentionCall, totals: torch.Tensor) -> SlotMemory:
         """Return the memory of new sequences."""
-        return cls(*Memory.fresh(slots, call.key, call.value).tensors, totals)
+        started, anchor_key, anchor_value, states = Memory.fresh(slots, call.key, call.value).tensors
+        return cls(started, anchor_key, anchor_value, states, totals)
 
     def begin(self, slots: Sequence[int]) -> None:
         """Reset slots."""

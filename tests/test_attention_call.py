@@ -142,23 +142,6 @@ def test_it_stands_in_front_of_the_engines_store_too(family: str) -> None:
     assert actual != dense
 
 
-def test_what_does_not_say_that_it_treats_each_token_by_itself_is_left_to_generate() -> None:
-    class Unsaid(Dimmed):
-        tokenwise = False
-
-    model = tiny("llama")
-    engine = Engine(model)
-    assert engine.unsupported is None
-    with Unsaid().applied_to(model):
-        assert "Unsaid declares neither tokenwise nor by_sequence" in str(engine.unsupported)
-        request = Request((5, 6, 7), None, SamplingParams(8, ()))
-        ((_, answer),) = engine.decode([request])
-        ids = torch.tensor([request.prompt])
-        out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=8, eos_token_id=None)
-        assert answer == out[0, 3:].tolist()
-    assert engine.unsupported is None
-
-
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_another_model_of_the_same_configuration_is_left_alone(attention: str) -> None:
     """Be it built from the same configuration object, or copied inside the block."""

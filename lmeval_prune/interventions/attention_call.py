@@ -244,13 +244,11 @@ def eager_attention(model: nn.Module) -> Iterator[None]:
 
 
 def _configs_of(model: nn.Module) -> list[Any]:
-    """Return the distinct configurations of a model's modules that name an attention implementation."""
     configs = {id(module.config): module.config for module in model.modules() if hasattr(module, "config")}
     return [config for config in configs.values() if hasattr(config, "_attn_implementation")]
 
 
 def _wiring_of(model_map: ModelMap) -> _Wiring:
-    """Return the wiring of a model, new if nothing is attached yet."""
     wire: _Wire | None = getattr(model_map.attention[0].module, _ATTRIBUTE, None)
     if wire:
         return wire.wiring
@@ -307,7 +305,7 @@ def _attend(
     attention_mask: torch.Tensor | None = None,
     **options: Any,
 ) -> Attended:
-    """Answer a call of transformers; `implementation` is the model's own, None with a store."""
+    """Answer a call of transformers, whose own function is `implementation` (None with a store)."""
     wire: _Wire | None = getattr(module, _ATTRIBUTE, None)
     if wire is None and implementation:  # another model with a copy of the configuration
         return _function(implementation, module)(module, query, key, value, attention_mask, **options)

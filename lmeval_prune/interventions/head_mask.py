@@ -222,7 +222,6 @@ class RowMasks(Intervention):
             yield
 
     def _drop(self, layer: str, x: torch.Tensor) -> torch.Tensor:
-        """Zero the pruned heads of each row in the input of a layer's output projection."""
         state = self._state
         if layer not in state.layers:
             return x

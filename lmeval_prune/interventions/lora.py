@@ -147,7 +147,6 @@ def _prunes(update: Update, module: nn.Module) -> bool:
 
 
 def _read(folder: Path) -> dict[str, Update]:
-    """Read an adapter's updates by module."""
     config = read_lora_config(folder, "load it by peft=, or ")
     unsupported = [name for name in _UNSUPPORTED if config.get(name)]
     if unsupported or config.get("bias", "none") != "none":

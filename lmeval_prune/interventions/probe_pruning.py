@@ -177,8 +177,6 @@ class _Target:
 
 @dataclass
 class _LayerPass:
-    """A running decoder layer."""
-
     residual: Tensor  # its input; after attention, its input plus the attention output
     choices: dict[str, Tensor]  # masked columns by projection, (rows, columns); stored in the cache, if there is one
     real: Tensor | None = None  # false for padding, (rows, tokens)
@@ -230,7 +228,6 @@ class Chooser:
         del self._passes[layer.label]
 
     def _attend(self, call: AttentionCall, attend: Attend) -> Attended:
-        """Compute attention, and mask the chosen heads."""
         layer = self._passes.get(call.layer.label)
         if layer is None:  # one of the first layers
             return attend(call)
@@ -244,7 +241,6 @@ class Chooser:
         return out.masked_fill(heads, 0), weights
 
     def _mask_channels(self, block: FeedForward, x: Tensor) -> Tensor:
-        """Return the input of the down projection with the chosen channels masked."""
         layer = self._passes[block.label]
         if "down" not in layer.choices:
             assert layer.real is not None
@@ -321,7 +317,6 @@ class Chooser:
         return drop
 
     def _positions(self, norms: Tensor, count: int, tie: float) -> Tensor:
-        """Return the sorted positions of the probe among `count` tokens."""
         size = min(max(math.ceil(self.settings.positions * count), 2), max(count, 1))
         positions = top_positions(norms, size, True, tie)
         if size <= SMALL_PROBE:

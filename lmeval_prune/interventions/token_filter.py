@@ -252,7 +252,6 @@ class FilteredAttention:
             change_output(layer.module, partial(self._without_skipped, layer.label), stack)
 
     def _find_cache(self, label: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Find the layer of the cache among an attention module's arguments; a new `DynamicLayer` is replaced."""
         self._caches[label] = None
         cache = next((value for value in (*args, *kwargs.values()) if isinstance(value, Cache)), None)
         if cache is None:
@@ -271,7 +270,7 @@ class FilteredAttention:
         self._caches[label] = layer
 
     def _without_skipped(self, label: str, output: torch.Tensor) -> torch.Tensor:
-        """Zero the output of skipped tokens: the projection, or hooks on it, may have added a bias."""
+        # the projection, or hooks on it, may have added a bias
         return output.masked_fill(self.skipped[label][..., None], 0)
 
     def handle(self, labels: set[str], call: AttentionCall, attend: Attend) -> Attended:
@@ -300,7 +299,6 @@ class FilteredAttention:
         return out, None
 
     def _attend_in_store(self, call: AttentionCall, store: Store, attend: Attend) -> Attended:
-        """Decide for the packed sequences of the engine, and pass masks of the tokens that stay to its store."""
         totals = self._totals(call.layer.label, call.key.device)
         memory = store.state(call, self, lambda: SlotMemory.fresh_slots(store.count, call, totals))
         decisions, start = [], 0
@@ -361,7 +359,6 @@ def _uses_kernel(call: AttentionCall, cache: FilteredCacheLayer) -> bool:
 
 
 def _decode(call: AttentionCall, cache: FilteredCacheLayer, absent: torch.Tensor) -> torch.Tensor:
-    """Compute the attention of one token per row by the kernel, (rows, 1, heads, width)."""
     from lmeval_prune.kernels import decode_attention_triton
 
     scaling = call.options.get("scaling")

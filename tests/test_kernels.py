@@ -273,6 +273,15 @@ def test_similarities_in_chunks_are_the_loop(tokens: int, monkeypatch: pytest.Mo
             np.testing.assert_allclose(tensor.cpu(), array, rtol=0, atol=1e-9)
 
 
+def empty_store() -> tuple[torch.Tensor, ...]:
+    """Keys, values, positions, lengths and totals for the rows of `text`."""
+    shapes = ((3, 3, 25, 5), torch.float64), ((3, 3, 25, 7), torch.float64), ((3, 25), torch.long)
+    return tuple(
+        torch.zeros(shape, dtype=dtype, device=DEVICE)
+        for shape, dtype in (*shapes, ((3,), torch.int32), ((2,), torch.long))
+    )
+
+
 @pytest.mark.parametrize("keep_skipped", [False, True])
 def test_tokens_that_stay_are_stored_in_the_same_launch(keep_skipped: bool) -> None:
     key, value, valid = text()
@@ -280,14 +289,7 @@ def test_tokens_that_stay_are_stored_in_the_same_launch(keep_skipped: bool) -> N
     stays = valid if keep_skipped else valid & ~skipped
     for way in ("triton", "torch"):
         memory = fresh(key, value)
-        shape = (3, 3, 25)
-        store = (
-            torch.zeros(*shape, 5, dtype=torch.float64, device=DEVICE),
-            torch.zeros(*shape, 7, dtype=torch.float64, device=DEVICE),
-            torch.zeros(3, 25, dtype=torch.long, device=DEVICE),
-            torch.zeros(3, dtype=torch.int32, device=DEVICE),
-            torch.zeros(2, dtype=torch.long, device=DEVICE),
-        )
+        store = empty_store()
         for t in range(key.shape[2]):
             token = key[:, :, t : t + 1], value[:, :, t : t + 1], valid[:, t : t + 1]
             with pytest.MonkeyPatch.context() as patch:
@@ -359,13 +361,7 @@ def test_storage_of_more_than_2_31_numbers(dimension: str) -> None:
 def test_gradients_go_into_the_storage() -> None:
     key, value, valid = text(tokens=1)
     valid[:] = True
-    store = (
-        random(3, 3, 8, 5).double(),
-        random(3, 3, 8, 7).double(),
-        torch.zeros(3, 8, dtype=torch.long, device=DEVICE),
-        torch.zeros(3, dtype=torch.int32, device=DEVICE),
-        torch.zeros(2, dtype=torch.long, device=DEVICE),
-    )
+    store = empty_store()
     memory, options = fresh(key, value), {"store": store, "position": 0, "keep_skipped": False}
     ops.decide_and_store(key.requires_grad_(), value, valid, memory, RULES["kv"], **options)
     store[0].sum().backward()

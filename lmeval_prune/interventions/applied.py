@@ -29,12 +29,12 @@ class _Applied(list[tuple[Any, Thread | None]]):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
+        if not _Applied.models:
+            _Applied.stance = torch.compiler.set_stance("force_eager")  # raises inside a compiled function
+        _Applied.models += 1
         self.modules = list(model.modules())
         for module in self.modules:
             vars(module)[_ATTRIBUTE] = self
-        if not _Applied.models:
-            _Applied.stance = torch.compiler.set_stance("force_eager")
-        _Applied.models += 1
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise InputError("a copy of a model would keep what is applied to it; copy or save it outside of the block")

@@ -1,1 +1,1 @@
-"""Kernels: each folder has one operation, as a readable reference (`naive.py`) and in fast versions."""
+"""Kernels: fast versions of attention and of Token Filtering's decisions. Tests hold the plain formulas."""

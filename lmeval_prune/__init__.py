@@ -7,7 +7,7 @@ __version__ = "1.0.0.dev0"
 
 _LAZY = {
     "HeadMask": "lmeval_prune.interventions.head_mask",
-    "RowMasks": "lmeval_prune.interventions.row_masks",
+    "RowMasks": "lmeval_prune.interventions.head_mask",
     "Plan": "lmeval_prune.interventions.plan",
     "cut": "lmeval_prune.surgery.cut",
     "load_pretrained": "lmeval_prune.checkpoints.loading",

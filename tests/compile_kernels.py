@@ -14,9 +14,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from lmeval_prune.kernels.decode_attention import triton as attention
-from lmeval_prune.kernels.token_filter import triton as token_filter
-from lmeval_prune.kernels.token_filter.state import Memory
+from lmeval_prune.kernels import decode_attention_triton as attention
+from lmeval_prune.kernels import token_filter_triton as token_filter
+from lmeval_prune.kernels.token_filter_memory import Memory
 
 ROOM = {80: 163 * 1024, 90: 227 * 1024}  # of shared memory a program, A100 and H100
 TYPES = {

@@ -15,8 +15,8 @@ from lmeval_prune import HeadMask, InputError, map_model
 from lmeval_prune.architectures import ModelMap
 from lmeval_prune.decoding import Engine, Request, SamplingParams
 from lmeval_prune.interventions import Intervention
+from lmeval_prune.interventions.applied import changed_by
 from lmeval_prune.interventions.attention_call import Attend, AttentionCall, check_attention_calls, intercept_attention
-from lmeval_prune.interventions.base import changed_by
 from tests.tiny_models import CAUSAL, ENCODERS, OWN_ATTENTION, SEQ2SEQ, distinct, output, tiny, tokens
 
 
@@ -140,23 +140,6 @@ def test_it_stands_in_front_of_the_engines_store_too(family: str) -> None:
             assert actual[request.tag, request.mask] == out[0, ids.shape[1] :].tolist()
     dense = {(request.tag, request.mask): answer for request, answer in Engine(model).decode(requests)}
     assert actual != dense
-
-
-def test_what_does_not_say_that_it_treats_each_token_by_itself_is_left_to_generate() -> None:
-    class Unsaid(Dimmed):
-        tokenwise = False
-
-    model = tiny("llama")
-    engine = Engine(model)
-    assert engine.unsupported is None
-    with Unsaid().applied_to(model):
-        assert "Unsaid declares neither tokenwise nor by_sequence" in str(engine.unsupported)
-        request = Request((5, 6, 7), None, SamplingParams(8, ()))
-        ((_, answer),) = engine.decode([request])
-        ids = torch.tensor([request.prompt])
-        out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=8, eos_token_id=None)
-        assert answer == out[0, 3:].tolist()
-    assert engine.unsupported is None
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])

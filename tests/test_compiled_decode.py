@@ -15,32 +15,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from lmeval_prune.kernels.decode_attention import compiled
-
-
-def literal(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor, lengths: torch.Tensor,
-    scaling: float, window: int | None,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """One head and one key at a time."""
-    rows, heads, _ = query.shape
-    out = torch.zeros(rows, heads, values.shape[-1], dtype=torch.float64)
-    lse = torch.zeros(rows, heads, dtype=torch.float64)
-    for row in range(rows):
-        slot, length = int(slots[row]), int(lengths[row])
-        if not length:
-            lse[row] = -math.inf
-            continue
-        for head in range(heads):
-            kv_head = head // (heads // keys.shape[1])
-            visible = range(length if window is None else min(window, length))
-            offsets = [length - 1 - back for back in visible]
-            scores = [scaling * float(query[row, head].double() @ keys[slot, kv_head, j].double()) for j in offsets]
-            weights = [math.exp(score - max(scores)) for score in scores]
-            lse[row, head] = max(scores) + math.log(sum(weights))
-            for weight, j in zip(weights, offsets, strict=True):
-                out[row, head] += weight / sum(weights) * values[slot, kv_head, j].double()
-    return out, lse
+from lmeval_prune.kernels import decode_attention as compiled
+from tests import literal_decode
 
 
 @pytest.fixture(autouse=True)
@@ -99,7 +75,7 @@ def test_formula(
     lengths = torch.randint(0, 21, (rows,), generator=random)
     for slot, length in zip(slots, lengths, strict=True):
         keys[slot, :, length:] = values[slot, :, length:] = torch.nan
-    expected, expected_lse = literal(query, keys, values, slots, lengths, 0.3, window)
+    expected, expected_lse = literal_decode.decode(query, keys[slots], values[slots], lengths, 0.3, window=window)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -169,7 +145,7 @@ def test_a_fork_starts_threads_of_its_own() -> None:
     """In a process of its own, which has not used PyTorch's threads: those do not survive a fork."""
     program = """
 import os, signal, torch
-from lmeval_prune.kernels.decode_attention import compiled
+from lmeval_prune.kernels import decode_attention as compiled
 torch.set_num_threads(2)
 tensors = torch.ones(4, 1, 8), torch.ones(4, 1, 6, 8), torch.ones(4, 1, 6, 8), torch.arange(4), torch.full((4,), 6)
 compiled.decode(*tensors, 0.3)

@@ -15,7 +15,6 @@ from lm_eval.utils import simple_parse_args_string
 
 from lmeval_prune import HeadMask, InputError, map_model
 from lmeval_prune.architectures import ModelMap
-from lmeval_prune.decoding import Engine, Request, SamplingParams
 from lmeval_prune.interventions import METHODS, Intervention, interventions_on
 from lmeval_prune.interventions.base import change_input, change_output
 from lmeval_prune.models.arguments import Arguments
@@ -83,14 +82,6 @@ def test_a_text_is_what_was_typed_whatever_lm_eval_reads(registered: None, words
     assert Scale.load(tmp_path / "scale.json") == intervention
 
 
-def test_a_dictionary_goes_through_the_engine() -> None:
-    model = tiny("llama")
-    with Scale(of={"L0": 0.5}).applied_to(model):
-        engine = Engine(model)
-        assert len(list(engine.decode([Request((5, 6, 7), None, SamplingParams(3))]))) == 1
-        assert engine.unsupported is None
-
-
 def test_outputs_are_changed_alone_or_first_of_several() -> None:
     """A bias of a projection is changed, too; attention modules also return weights."""
     model, inputs = tiny("gpt2"), tokens()
@@ -115,6 +106,3 @@ def test_masks_are_checked_together() -> None:
         assert len(interventions_on(model)) == 1 and torch.equal(output(model, inputs), before)
         with HeadMask("L0H3", allow_empty_layer=True).applied_to(model):
             assert len(interventions_on(model)) == 2
-
-
-# --------------------------------------------------------------------------- artefacts

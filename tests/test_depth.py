@@ -19,7 +19,7 @@ from lmeval_prune.architectures.sublayer_names import block_names, compact_names
 from lmeval_prune.architectures.sublayers import ATTENTION, FEED_FORWARD
 from lmeval_prune.checkpoints.pruned import checkpoint_columns, read_manifest, removal_summary, removed_blocks
 from lmeval_prune.decoding import Engine, Request, SamplingParams
-from lmeval_prune.interventions.base import combined
+from lmeval_prune.interventions import combined
 from lmeval_prune.surgery.cut import cut, cut_to
 from tests.test_surgery import compare
 from tests.tiny_models import ALL, SEQ2SEQ, implementations, output, stored, tiny, tokens

@@ -19,15 +19,14 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from lmeval_prune import map_model
-from lmeval_prune.interventions import filtered_cache, interventions_on
-from lmeval_prune.interventions.filtered_cache import FilteredCacheLayer
-from lmeval_prune.interventions.token_filter import TokenFilter
+from lmeval_prune.interventions import interventions_on
+from lmeval_prune.interventions.token_filter import BLOCK, FilteredCacheLayer, TokenFilter
+from lmeval_prune.kernels import decode_attention_triton as attention
 from lmeval_prune.kernels import dispatch
-from lmeval_prune.kernels.decode_attention import naive as naive_attention
-from lmeval_prune.kernels.decode_attention import ops as attention
-from lmeval_prune.kernels.decode_attention import triton as triton_attention
-from lmeval_prune.kernels.token_filter import compiled, naive, ops, parallel
-from lmeval_prune.kernels.token_filter.state import Memory, Rule, fresh_states
+from lmeval_prune.kernels import token_filter as ops
+from lmeval_prune.kernels import token_filter_compiled as compiled
+from lmeval_prune.kernels.token_filter_memory import Memory, Rule, fresh_states
+from tests import literal_decode, literal_filter
 from tests.covers import crossed
 from tests.tiny_models import tiny
 
@@ -80,28 +79,6 @@ def doubles(*tensors: torch.Tensor) -> list[torch.Tensor]:
 # ---------------------------------------------------------------------- decode attention
 
 
-@pytest.mark.parametrize(("window", "keep"), [(None, False), (4, False), (4, True), (None, True)])
-def test_the_twin_is_the_literal_attention(window: int | None, keep: bool) -> None:
-    skips = [False, True, False, False, True, True, False, False, True, False]
-    query, key, value = random(4, 10, 6).double(), random(2, 10, 6, seed=1).double(), random(2, 10, 5).double()
-    expected = naive.attention(query, key, value, skips, 0.4, window, keep)
-    for t in range(10):
-        stored = [u for u in range(t + 1) if keep or not skips[u]]
-        lengths, skipped = torch.tensor([len(stored)], device=DEVICE), torch.tensor([skips[t]], device=DEVICE)
-        positions = torch.tensor([stored], device=DEVICE)
-        actual = naive_attention.decode(
-            query[None, :, t],
-            key[None, :, stored],
-            value[None, :, stored],
-            lengths,
-            0.4,
-            skipped=skipped,
-            window=window,
-            positions=positions,
-        )
-        torch.testing.assert_close(actual[0], expected[t], rtol=0, atol=1e-12)
-
-
 CAPACITY = 40
 
 
@@ -137,35 +114,8 @@ def random_step(
     return arguments
 
 
-def as_doubles(arguments: dict[str, Any]) -> dict[str, Any]:
-    return {
-        name: x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x
-        for name, x in arguments.items()
-        if name != "splits"
-    }
-
-
-def literal_step(a: dict[str, Any]) -> torch.Tensor:
-    """By the definition: a row and a head after another, on lists of tokens."""
-    keys, values = a["keys"], a["values"]
-    rows, heads = a["query"].shape[:2]
-    out = torch.zeros(rows, heads, values.shape[-1], dtype=torch.float64, device=DEVICE)
-    for row in range(rows):
-        if "skipped" in a and a["skipped"][row]:
-            continue
-        places = a["positions"][row].tolist() if "positions" in a else range(CAPACITY)
-        tokens = range(int(a["lengths"][row]))
-        if a.get("window"):
-            tokens = [j for j in tokens if places[tokens[-1]] - places[j] < a["window"]]
-        for head in range(heads if tokens else 0):
-            of = head // (heads // keys.shape[1])
-            scores = [a["scaling"] * float(a["query"][row, head] @ keys[row, of, j]) for j in tokens]
-            if a.get("softcap"):
-                scores = [a["softcap"] * math.tanh(score / a["softcap"]) for score in scores]
-            exponentials = [math.exp(score - max(scores)) for score in scores]
-            for weight, j in zip(exponentials, tokens, strict=True):
-                out[row, head] += weight / sum(exponentials) * values[row, of, j]
-    return out
+def literal_step(step: dict[str, Any]) -> torch.Tensor:
+    return literal_decode.decode(**{name: value for name, value in step.items() if name != "splits"})[0]
 
 
 STEPS: dict[str, dict[str, Any]] = {
@@ -178,29 +128,20 @@ STEPS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", STEPS)
-def test_a_step_in_pytorch_is_the_literal_one(name: str) -> None:
-    for seed in range(3):
-        step = random_step(seed, **STEPS[name])
-        torch.testing.assert_close(naive_attention.decode(**step), literal_step(step), rtol=0, atol=1e-12)
-
-
 STEP_SHAPES = [((6, 2), (8, 12)), ((3, 3), (20, 20)), ((2, 1), (64, 16)), ((20, 1), (5, 7))]
 STEP_TYPES = (torch.float32, torch.bfloat16, torch.float32, torch.float16)
 
 
 @crossed({"name": STEPS, "shape": range(4), "products": ("dot", "sums"), "splits": (1, 4)})
-def test_a_step_in_the_kernel_is_the_one_in_pytorch(
+def test_a_step_in_the_kernel_is_the_literal_one(
     name: str, shape: int, products: str, splits: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    configs = {"dot": triton_attention.DOT_CONFIGS, "sums": triton_attention.SUM_CONFIGS}[products]
+    configs = {"dot": attention.DOT_CONFIGS, "sums": attention.SUM_CONFIGS}[products]
     seed = shape + 4 * splits + list(STEPS).index(name)
-    monkeypatch.setattr(triton_attention, "_configuration", lambda *_: configs[seed % len(configs)])
+    monkeypatch.setattr(attention, "_configuration", lambda *_: configs[seed % len(configs)])
     kinds = STEP_TYPES[shape], (torch.int32, torch.long)[seed % 2]
     step = random_step(seed, *STEP_SHAPES[shape], *kinds, splits=splits, **STEPS[name])
-    with only("triton", "decode attention"):
-        actual = attention.decode(**step)
-    is_close(actual, naive_attention.decode(**as_doubles(step)))
+    is_close(attention.decode(**step), literal_step(step))
 
 
 # ---------------------------------------------------------------------- decisions
@@ -251,11 +192,11 @@ def fresh(key: torch.Tensor, value: torch.Tensor, shared: bool = False, single: 
 
 def literal(key: torch.Tensor, value: torch.Tensor, valid: torch.Tensor, of: Rule, shared: bool) -> torch.Tensor:
     """By the formulas; with one threshold for all, rows take turns."""
-    states = [naive.State() for _ in key]
+    states = [literal_filter.State() for _ in key]
     skipped = torch.zeros_like(valid)
     for t, row in product(range(key.shape[2]), range(len(key))):
         if valid[row, t]:
-            skipped[row, t] = naive.decide(key[row, :, t], value[row, :, t], states[row], of)
+            skipped[row, t] = literal_filter.decide(key[row, :, t], value[row, :, t], states[row], of)
             if shared:
                 for other in states:
                     for name in ("threshold", "count", "skipped", "warmup_scores"):
@@ -322,14 +263,23 @@ def test_similarities_in_chunks_are_the_loop(tokens: int, monkeypatch: pytest.Mo
         of, memory, again, expected = rule(smoothing=smoothing), *(fresh(key, value) for _ in range(3))
         arrays = [tensor.cpu().numpy() for tensor in (key, value, valid, *expected.tensors[:3])]
         literal_scores = compiled.similarities(*arrays, smoothing, of.kind, of.as_printed)
-        scores = parallel.similarities(key, value, valid, memory, of)
+        scores = ops.similarities(key, value, valid, memory, of)
         with monkeypatch.context() as patch:
-            patch.setattr(parallel, "SLICE", 1)  # rows one after another
-            by_row = parallel.similarities(key, value, valid, again, of)
+            patch.setattr(ops, "SLICE", 1)  # rows one after another
+            by_row = ops.similarities(key, value, valid, again, of)
         torch.testing.assert_close(by_row[valid], scores[valid], rtol=0, atol=1e-12, equal_nan=True)
         np.testing.assert_allclose(scores[valid].cpu(), literal_scores[arrays[2]], rtol=0, atol=1e-9)
         for tensor, array in zip(memory.tensors, arrays[3:], strict=False):
             np.testing.assert_allclose(tensor.cpu(), array, rtol=0, atol=1e-9)
+
+
+def empty_store() -> tuple[torch.Tensor, ...]:
+    """Keys, values, positions, lengths and totals for the rows of `text`."""
+    shapes = ((3, 3, 25, 5), torch.float64), ((3, 3, 25, 7), torch.float64), ((3, 25), torch.long)
+    return tuple(
+        torch.zeros(shape, dtype=dtype, device=DEVICE)
+        for shape, dtype in (*shapes, ((3,), torch.int32), ((2,), torch.long))
+    )
 
 
 @pytest.mark.parametrize("keep_skipped", [False, True])
@@ -339,14 +289,7 @@ def test_tokens_that_stay_are_stored_in_the_same_launch(keep_skipped: bool) -> N
     stays = valid if keep_skipped else valid & ~skipped
     for way in ("triton", "torch"):
         memory = fresh(key, value)
-        shape = (3, 3, 25)
-        store = (
-            torch.zeros(*shape, 5, dtype=torch.float64, device=DEVICE),
-            torch.zeros(*shape, 7, dtype=torch.float64, device=DEVICE),
-            torch.zeros(3, 25, dtype=torch.long, device=DEVICE),
-            torch.zeros(3, dtype=torch.int32, device=DEVICE),
-            torch.zeros(2, dtype=torch.long, device=DEVICE),
-        )
+        store = empty_store()
         for t in range(key.shape[2]):
             token = key[:, :, t : t + 1], value[:, :, t : t + 1], valid[:, t : t + 1]
             with pytest.MonkeyPatch.context() as patch:
@@ -369,37 +312,18 @@ def test_tokens_that_stay_are_stored_in_the_same_launch(keep_skipped: bool) -> N
 # ---------------------------------------------------------------------- which way is taken
 
 
-def test_empty_batches() -> None:
-    keys, none = random(0, 2, 4, 8), torch.zeros(0, dtype=torch.long, device=DEVICE)
-    assert attention.decode(random(0, 4, 8), keys, keys, none, 1.0).shape == (0, 4, 8)
-    some, counts = random(2, 2, 4, 8), torch.zeros(2, dtype=torch.long, device=DEVICE)
-    assert not attention.decode(random(2, 4, 8), some[:, :, :0], some[:, :, :0], counts, 1.0).any()
+def test_an_empty_batch() -> None:
     key, value, valid = text()
     assert ops.decide(key[:0], value[:0], valid[:0], fresh(key[:0], value[:0]), RULES["kv"]).shape == (0, 24)
-
-
-@pytest.mark.parametrize("name", ["query", "keys", "values"])
-def test_every_gradient_is_kept(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    step = random_step(0, dtype=torch.float32)
-    step |= {stored: step[stored].nan_to_num(0) for stored in ("keys", "values")}
-    gradients = []
-    for on_device in (True, False):
-        monkeypatch.setattr(dispatch, "KERNELS_ON_CPU", on_device)
-        leaf = step[name].clone().requires_grad_()
-        attention.decode(**(step | {name: leaf})).square().sum().backward()
-        gradients.append(leaf.grad)
-    assert gradients[0] is not None and gradients[0].any()
-    torch.testing.assert_close(*gradients, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("splits", [1, 4])
 @pytest.mark.parametrize("name", ["query", "keys", "values"])
 def test_what_is_not_a_number_is_seen(name: str, splits: int) -> None:
-    """Of the rows that attend to it; the reference agrees."""
+    """Of the rows that attend to it."""
     step, row = random_step(0, dtype=torch.float32, splits=splits), 0
     step[name][row, :, 0] = torch.nan
-    for out in (attention.decode(**step), naive_attention.decode(**as_doubles(step))):
-        assert out.isnan().flatten(1).any(1).tolist() == [i == row for i in range(7)]
+    assert attention.decode(**step).isnan().flatten(1).any(1).tolist() == [i == row for i in range(7)]
 
 
 @pytest.mark.parametrize("splits", [1, 4])
@@ -412,8 +336,7 @@ def test_scores_without_a_finite_number_are_those_of_pytorch(splits: int) -> Non
     expected = sdpa(query[:, :, None], visible, torch.ones_like(visible), scale=1.0)[:, :, 0]
     assert not expected[0].any() and expected[1:].isnan().all()
     arguments = query, keys, values, torch.full((3,), 3, device=DEVICE), 1.0
-    for out in (attention.decode(*arguments, splits=splits), naive_attention.decode(*arguments)):
-        torch.testing.assert_close(out, expected, equal_nan=True)
+    torch.testing.assert_close(attention.decode(*arguments, splits=splits), expected, equal_nan=True)
 
 
 @pytest.mark.parametrize("dimension", ["heads", "tokens"])
@@ -431,21 +354,14 @@ def test_storage_of_more_than_2_31_numbers(dimension: str) -> None:
         stored.copy_(random(*shape, dtype=torch.float16, seed=seed))
     query = random(1, count, width, dtype=torch.float16)
     lengths = torch.tensor([shape[2]], device=DEVICE)
-    expected = naive_attention.decode(query.double(), *doubles(keys, values), lengths, 0.3)
-    with only("triton", "decode attention"):
-        is_close(attention.decode(query, keys, values, lengths, 0.3), expected)
+    expected, _ = literal_decode.decode(query, keys, values, lengths, 0.3)
+    is_close(attention.decode(query, keys, values, lengths, 0.3), expected)
 
 
 def test_gradients_go_into_the_storage() -> None:
     key, value, valid = text(tokens=1)
     valid[:] = True
-    store = (
-        random(3, 3, 8, 5).double(),
-        random(3, 3, 8, 7).double(),
-        torch.zeros(3, 8, dtype=torch.long, device=DEVICE),
-        torch.zeros(3, dtype=torch.int32, device=DEVICE),
-        torch.zeros(2, dtype=torch.long, device=DEVICE),
-    )
+    store = empty_store()
     memory, options = fresh(key, value), {"store": store, "position": 0, "keep_skipped": False}
     ops.decide_and_store(key.requires_grad_(), value, valid, memory, RULES["kv"], **options)
     store[0].sum().backward()
@@ -528,4 +444,4 @@ def test_rows_of_a_cache_are_reordered() -> None:
         layer.store(key, value, valid, layer.memory, totals)
     assert layer.lengths.tolist() == (lengths + 20).tolist()
     assert int(layer.lengths.max()) <= layer.longest <= layer.positions.shape[1]
-    assert layer.positions.shape[1] % filtered_cache.BLOCK == 0
+    assert layer.positions.shape[1] % BLOCK == 0

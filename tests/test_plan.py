@@ -11,7 +11,7 @@ import torch
 from transformers import AutoTokenizer
 
 from lmeval_prune import Plan, load_pretrained, map_model
-from lmeval_prune.interventions.channels import Channels
+from lmeval_prune.interventions.plan import Channels
 from lmeval_prune.pruners.calibration import read_calibration
 from lmeval_prune.surgery.cut import cut
 from tests.conftest import run_command

@@ -16,17 +16,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, StaticCache
 
-from lmeval_prune import HeadMask, InputError, Plan, RowMasks, map_model
+from lmeval_prune import InputError, Plan, map_model
 from lmeval_prune.checkpoints import embedded
-from lmeval_prune.interventions import filtered_attention, interventions_on
+from lmeval_prune.interventions import interventions_on
 from lmeval_prune.interventions.attention_call import intercept_attention
-from lmeval_prune.interventions.filtered_cache import FilteredCacheLayer
-from lmeval_prune.interventions.token_filter import TokenFilter
-from lmeval_prune.kernels.token_filter import naive, ops
-from lmeval_prune.kernels.token_filter.state import COUNT, SIMILARITIES, SKIPPED, THRESHOLD, Memory
+from lmeval_prune.interventions.token_filter import FilteredCacheLayer, TokenFilter
+from lmeval_prune.kernels import token_filter as ops
+from lmeval_prune.kernels.token_filter_memory import COUNT, SIMILARITIES, SKIPPED, THRESHOLD, Memory, Rule
 from lmeval_prune.models.pruned_hf import PrunedHFLM
 from lmeval_prune.surgery.cut import cut
 from lmeval_prune.tasks import data
+from tests import literal_filter as literal
 from tests.test_pruned_hf import GENERATE, PROMPTS, request
 from tests.tiny_models import output, tiny, tokens
 
@@ -79,11 +79,14 @@ CASES = (
 )  # fmt: skip
 
 
-def check_decisions(heads, width, length, share, similarity, fusion, smoothing, warmup, step, seed) -> None:
-    """Check two rows, one padded on the left; states, anchors and decisions, over two calls."""
+@settings(max_examples=40, deadline=None)
+@given(st.tuples(*CASES))
+def test_decisions_are_the_references(case: tuple[Any, ...]) -> None:
+    """Of two rows, one padded on the left; states, anchors and decisions, over two calls."""
+    heads, width, length, share, similarity, fusion, smoothing, warmup, step, seed = case
     rng = torch.Generator().manual_seed(seed)
     key, value = (torch.randn(2, heads, length, width, generator=rng, dtype=torch.float64) + 0.7 for _ in range(2))
-    rule = naive.Rule(share, similarity, fusion, step, smoothing, warmup)
+    rule = Rule(share, similarity, fusion, step, smoothing, warmup)
     padding = length // 3
     valid = torch.ones(2, length, dtype=torch.bool)
     valid[1, :padding] = False
@@ -94,49 +97,13 @@ def check_decisions(heads, width, length, share, similarity, fusion, smoothing, 
     ]
     actual = torch.cat(parts, dim=1)
     for row, start in ((0, 0), (1, padding)):
-        state = naive.State()
-        expected = [naive.decide(key[row, :, t], value[row, :, t], state, rule) for t in range(start, length)]
+        state = literal.State()
+        expected = [literal.decide(key[row, :, t], value[row, :, t], state, rule) for t in range(start, length)]
         assert actual[row, start:].tolist() == expected and not actual[row, :start].any()
         assert float(memory.states[row, THRESHOLD]) == pytest.approx(state.threshold, abs=1e-9)
         assert memory.states[row, [COUNT, SKIPPED]].tolist() == [state.count, state.skipped]
         if state.anchor_key is not None:
             torch.testing.assert_close(memory.anchor_key[row], state.anchor_key, rtol=0, atol=1e-12)
-
-
-@settings(max_examples=40, deadline=None)
-@given(st.tuples(*CASES))
-def test_decisions_are_the_references(case: tuple[Any, ...]) -> None:
-    check_decisions(*case)
-
-
-@pytest.mark.long
-@settings(max_examples=200, deadline=None)
-@given(st.tuples(*CASES))
-def test_many_decisions_are_the_references(case: tuple[Any, ...]) -> None:
-    check_decisions(*case)
-
-
-def test_a_share_of_1_skips_all_after_the_warmup_at_once() -> None:
-    key = torch.randn(1, 2, 9, 4, dtype=torch.float64)
-    for warmup in (1, 4):
-        state, rule = naive.State(), naive.Rule(1.0, warmup=warmup)
-        assert [naive.decide(key[0, :, t], key[0, :, t], state, rule) for t in range(9)] == [
-            t >= warmup for t in range(9)
-        ]
-
-
-def test_the_first_threshold_is_what_a_share_of_a_normal_distribution_exceeds() -> None:
-    known = torch.randn(200_000, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * 3 + 1
-    for share in (0.1, 0.5, 0.9):
-        threshold = naive.first_threshold(known[:2000].tolist(), share)
-        assert (known > threshold).double().mean() == pytest.approx(share, abs=0.03)
-
-
-def test_the_threshold_rises_when_too_much_is_skipped() -> None:
-    """Eq. 4, not the sign of Algorithm 1."""
-    state = naive.State(torch.ones(1, 2), torch.ones(1, 2), threshold=0.5, count=10, skipped=9)
-    naive.decide(torch.ones(1, 2), torch.ones(1, 2), state, naive.Rule(0.2, step_size=0.01, warmup=1))
-    assert state.threshold == pytest.approx(0.5 + 0.01 * (10 / 11 - 0.2))
 
 
 # --------------------------------------------------------------------------- attention
@@ -146,7 +113,7 @@ def reference(model: Any, token_filter: TokenFilter, stack: ExitStack) -> None:
     """Apply the literal filter to whole texts without a cache, row by row, token by token."""
     model_map = map_model(model)
     labels = {layer.label for layer in token_filter.layers(model_map)}
-    rule = naive.Rule(
+    rule = Rule(
         token_filter.share(model_map),
         token_filter.similarity,
         token_filter.fusion,
@@ -160,11 +127,11 @@ def reference(model: Any, token_filter: TokenFilter, stack: ExitStack) -> None:
             return attend(call)
         rows = []
         for query, key, value in zip(call.query, call.key, call.value, strict=True):
-            state = naive.State()
-            skipped = [naive.decide(key[:, t], value[:, t], state, rule) for t in range(key.shape[1])]
+            state = literal.State()
+            skipped = [literal.decide(key[:, t], value[:, t], state, rule) for t in range(key.shape[1])]
             window = call.options.get("sliding_window")
             rows.append(
-                naive.attention(
+                literal.attention(
                     query, key, value, skipped, call.options["scaling"], window, token_filter.keep_skipped_kv
                 )
             )
@@ -173,35 +140,25 @@ def reference(model: Any, token_filter: TokenFilter, stack: ExitStack) -> None:
     intercept_attention(model_map, handle, stack)
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_a_filtered_model_is_the_references(options: dict[str, Any]) -> None:
-    model, inputs, token_filter = tiny("llama"), tokens(rows=2, length=20), quick_filter(**options)
+WINDOWS = [(family, {"sliding_window": 5}) for family in ("mistral", "gemma3_text", "phi3")]
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "options"),
+    [
+        *(("llama", {}, options) for options in OPTIONS),
+        *((*case, {"ratio": 0.4, "keep_skipped_kv": keep}) for case in [*WINDOWS, ("qwen3", {})] for keep in (0, 1)),
+    ],
+    ids=str,
+)
+def test_a_filtered_model_is_the_references(family: str, changes: dict[str, Any], options: dict[str, Any]) -> None:
+    model, inputs, token_filter = tiny(family, **changes), tokens(rows=2, length=24), quick_filter(**options)
     with ExitStack() as stack:
         reference(model, token_filter, stack)
         expected = output(model, inputs)
     with token_filter.applied_to(model):
         torch.testing.assert_close(output(model, inputs), expected, rtol=0, atol=1e-9)
     assert (expected - output(model, inputs)).abs().max() > 1e-3
-
-
-@pytest.mark.parametrize(
-    ("family", "changes"),
-    [
-        ("mistral", {"sliding_window": 5}),
-        ("gemma3_text", {"sliding_window": 5}),
-        ("phi3", {"sliding_window": 5}),
-        ("qwen3", {}),
-    ],
-)
-@pytest.mark.parametrize("keep", [False, True])
-def test_other_families_and_windows_are_the_references(family: str, changes: dict[str, Any], keep: bool) -> None:
-    model, inputs = tiny(family, **changes), tokens(rows=2, length=24)
-    token_filter = quick_filter(ratio=0.4, keep_skipped_kv=keep)
-    with ExitStack() as stack:
-        reference(model, token_filter, stack)
-        expected = output(model, inputs)
-    with token_filter.applied_to(model):
-        torch.testing.assert_close(output(model, inputs), expected, rtol=0, atol=1e-9)
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
@@ -268,9 +225,8 @@ def test_a_skipped_token_gets_no_bias_either() -> None:
     """GPT-2's output projection has one; a token that skips in a layer keeps its residual."""
     model, inputs = tiny("gpt2"), tokens(rows=1, length=12)
     seen: list[torch.Tensor] = []
-    layer = map_model(model).attention[-1]
-    layer.module.register_forward_hook(lambda *args: seen.append(args[-1][0]))
-    with TokenFilter(0.5, warmup=1, step_size=1).applied_to(model):  # share 1: all but the first
+    with TokenFilter(0.5, warmup=1, step_size=1).applied_to(model) as model_map:  # share 1: all but the first
+        model_map.attention[-1].module.register_forward_hook(lambda *args: seen.append(args[-1][0]))
         output(model, inputs)
     assert seen[0][0, 0].abs().max() > 0 and not seen[0][0, 1:].any()
 
@@ -290,71 +246,6 @@ def test_a_plan_under_a_filter_is_its_cut_checkpoint_under_it(kinds: tuple[str, 
         for intervention in both if first else both[::-1]:
             stack.enter_context(intervention.applied_to(model))
         torch.testing.assert_close(output(model, inputs), expected, rtol=0, atol=1e-9)
-
-
-# --------------------------------------------------------------------------- output projection
-
-
-@pytest.mark.parametrize("family", ["llama", "gpt2"])  # gpt2's has a bias
-@pytest.mark.parametrize("last", [False, True])
-def test_the_output_projection_of_skipped_tokens_is_not_computed(
-    family: str, last: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Under masks of heads and of rows, put on before the filter or after it; padding, too."""
-    model, inputs, rows = tiny(family), tokens(rows=2, length=50), RowMasks()
-    masks = rows.applied_to(model), HeadMask("L1H0").applied_to(model)
-    mask = torch.ones_like(inputs)
-    mask[0, :7] = 0
-    modules = [layer.o_proj for layer in map_model(model).attention]
-    received: list[int] = []  # rows of each call of the projection itself
-    inner: Any = type(modules[0]).forward
-
-    def counting(self: Any, x: torch.Tensor) -> torch.Tensor:
-        if any(self is module for module in modules):
-            received.append(x.shape[:-1].numel())
-        return inner(self, x)
-
-    monkeypatch.setattr(type(modules[0]), "forward", counting)
-    for few in (1 << 30, 64):
-        monkeypatch.setattr(filtered_attention, "SMALL_PASS", few)
-        received.clear()
-        with ExitStack() as stack:
-            filtered = quick_filter(ratio=0.4).applied_to(model)
-            for context in (*masks, filtered) if last else (filtered, *masks):
-                stack.enter_context(context)
-            stack.enter_context(rows.using([None, HeadMask("L0H1+L1H2")]))
-            actual = output(model, inputs, attention_mask=mask)
-            kept = [int((~skipped).sum()) for skipped in interventions_on(model)[2 * last].skipped.values()]
-        if few > 64:
-            assert received == [inputs.numel()] * len(modules)
-            expected, rows = actual, RowMasks()
-            masks = rows.applied_to(model), HeadMask("L1H0").applied_to(model)
-    torch.testing.assert_close(actual[mask.bool()], expected[mask.bool()], rtol=0, atol=1e-11)
-    assert received == kept and all(0 < count < inputs.numel() for count in kept)
-    assert "forward" not in vars(map_model(model).attention[0].o_proj)
-
-
-@pytest.mark.parametrize("first", [False, True])
-def test_an_adapter_on_the_output_projection(first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """PEFT's, put on the model before it is filtered."""
-    import peft
-
-    model, inputs = tiny("llama"), tokens(rows=1, length=80)
-    wrapped = peft.get_peft_model(model, peft.LoraConfig(target_modules=["o_proj"], r=2))
-    for name, parameter in wrapped.named_parameters():
-        if "lora_B" in name:
-            torch.nn.init.normal_(parameter, std=0.3)
-    seen: list[int] = []
-    base = map_model(model).attention[1].o_proj.base_layer
-    base.register_forward_hook(lambda _, args, __: seen.append(args[0].shape[:-1].numel()))
-    results = []
-    for few in (1 << 30, 64):
-        monkeypatch.setattr(filtered_attention, "SMALL_PASS", few)
-        with quick_filter(ratio=0.4).applied_to(wrapped if first else model):
-            results.append(output(wrapped.eval(), inputs))
-            live = interventions_on(model)[0].counts["L1"]
-    torch.testing.assert_close(*results, rtol=0, atol=1e-11)
-    assert seen == [80, 80 - live["skipped"]] and live["skipped"] > 0
 
 
 # --------------------------------------------------------------------------- cache
@@ -435,15 +326,6 @@ def test_masks_that_add_to_scores_are_refused(hidden: float) -> None:
             output(model, inputs, attention_mask=mask[None, None], use_cache=False)
 
 
-def test_two_filters_are_refused() -> None:
-    model, inputs = tiny("llama"), tokens()
-    with quick_filter(ratio=0.4).applied_to(model):
-        before = output(model, inputs)
-        with pytest.raises(InputError), quick_filter(ratio=0.2).applied_to(model):
-            pass
-        assert torch.equal(output(model, inputs), before)
-
-
 def test_beams_are_those_without_a_cache() -> None:
     model, inputs = tiny("llama"), tokens(rows=2, length=8)
     settings = {"num_beams": 3, "max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
@@ -469,8 +351,11 @@ def test_caches_of_others_are_refused() -> None:
                 filtered.crop(-2)
         with pytest.raises(InputError):
             model(inputs, past_key_values=filtered, use_cache=True)
-        with quick_filter(ratio=0.2).applied_to(model), pytest.raises(InputError):
-            model(inputs, past_key_values=filtered, use_cache=True)
+        with quick_filter(ratio=0.2).applied_to(model):
+            with pytest.raises(InputError):
+                model(inputs, past_key_values=filtered, use_cache=True)
+            with pytest.raises(InputError), quick_filter(ratio=0.2).applied_to(model):  # two filters
+                pass
 
 
 # --------------------------------------------------------------------------- threshold

@@ -10,8 +10,7 @@ import torch
 from torch.nn import functional
 
 from lmeval_prune.decoding.attention_layout import Layout, Part
-from lmeval_prune.interventions.attention_call import AttentionCall, additive_mask
-from lmeval_prune.interventions.unsupported import UnsupportedAttention
+from lmeval_prune.interventions.attention_call import AttentionCall, UnsupportedAttention, additive_mask
 
 _COMPILED = (torch.float32, torch.bfloat16)  # types of the compiled kernel
 _UNKNOWN_OPTIONS = {"s_aux": "sinks", "position_bias": "bias", "attention_bias": "bias", "head_mask": "head_mask"}
@@ -127,7 +126,7 @@ class SlotAttention:
         if not layout.parts:
             return query.new_zeros(0, heads, self.values.shape[-1]), query.new_zeros(0, heads)
         if is_compiled and all(part.tokens == 1 for part in layout.parts):
-            from lmeval_prune.kernels.decode_attention.compiled import decode  # numba takes a while to import
+            from lmeval_prune.kernels.decode_attention import decode  # numba takes a while to import
 
             arguments = query.transpose(0, 1), self.keys, self.values, layout.slots, layout.offsets + 1
             out, lse = decode(*arguments, options.scaling, options.window)

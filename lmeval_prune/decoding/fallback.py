@@ -16,7 +16,7 @@ from lmeval_prune.decoding.request import Request, SamplingParams
 from lmeval_prune.decoding.sampling import RefuseNaN
 from lmeval_prune.decoding.stopping import Stopping
 from lmeval_prune.interventions.base import interventions_on
-from lmeval_prune.interventions.row_masks import RowMasks
+from lmeval_prune.interventions.head_mask import RowMasks
 
 
 class Ended(StoppingCriteria):

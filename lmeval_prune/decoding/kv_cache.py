@@ -29,8 +29,8 @@ from lmeval_prune.interventions.attention_call import (
     SlotState,
     State,
     Store,
+    UnsupportedAttention,
 )
-from lmeval_prune.interventions.unsupported import UnsupportedAttention
 
 
 @dataclass

@@ -19,11 +19,9 @@ from lmeval_prune.attributes import replaced
 from lmeval_prune.decoding.kv_cache import KVCache
 from lmeval_prune.decoding.layer_skip import LayerSkip
 from lmeval_prune.errors import InputError
-from lmeval_prune.interventions.attention_call import Packed, replace_attention
-from lmeval_prune.interventions.base import preserve_state
-from lmeval_prune.interventions.head_mask import HeadMask
-from lmeval_prune.interventions.row_masks import RowMasks
-from lmeval_prune.interventions.unsupported import UnsupportedAttention
+from lmeval_prune.interventions.applied import preserve_state
+from lmeval_prune.interventions.attention_call import Packed, UnsupportedAttention, replace_attention
+from lmeval_prune.interventions.head_mask import HeadMask, RowMasks
 
 PASS, GPU_PASS = 2048, 8192  # `ModelRunner.largest_pass`: it bounds how long new prompts delay running rows
 _LOCKED: WeakSet[nn.Module] = WeakSet()  # attention modules of models in use

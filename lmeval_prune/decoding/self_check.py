@@ -20,7 +20,7 @@ from lmeval_prune.decoding.model_runner import Chunk, ModelRunner, refuse_locked
 from lmeval_prune.decoding.prefixes import SharedPrefix
 from lmeval_prune.errors import first_line
 from lmeval_prune.interventions import interventions_on
-from lmeval_prune.interventions.unsupported import REASONS, UnsupportedAttention
+from lmeval_prune.interventions.attention_call import REASONS, UnsupportedAttention
 
 logger = logging.getLogger(__name__)
 HALF = (torch.float16, torch.bfloat16)

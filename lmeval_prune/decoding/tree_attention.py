@@ -22,8 +22,7 @@ import torch
 from lmeval_prune.attributes import replaced
 from lmeval_prune.decoding.attention import AttentionOptions, join_attention
 from lmeval_prune.decoding.token_tree import TokenTree
-from lmeval_prune.interventions.attention_call import AttentionCall, Packed, Store, additive_mask
-from lmeval_prune.interventions.unsupported import UnsupportedAttention
+from lmeval_prune.interventions.attention_call import AttentionCall, Packed, Store, UnsupportedAttention, additive_mask
 
 BLOCK = 128  # tokens of neighbouring subtrees that attend together, with a mask
 

@@ -31,8 +31,8 @@ from lmeval_prune.checkpoints.skeleton import is_quantised, skeleton_of, with_we
 from lmeval_prune.errors import InputError
 from lmeval_prune.export.gguf_model import GGUF_TYPES, SERVER_DTYPES, add_tensor, gguf_architecture, write_gguf
 from lmeval_prune.export.manifest import MANIFEST, SCHEMA, VERSION, adapter_name, read_adapter
-from lmeval_prune.interventions.compensation import tensors_digest
 from lmeval_prune.interventions.head_mask import HeadMask
+from lmeval_prune.interventions.plan import tensors_digest
 from lmeval_prune.surgery.card import CARD, PIPELINES, auto_class, shown, write_card
 
 PLAIN_LINEAR_CLASSES = {"Linear", "Conv1D", "FalconLinear"}  # compute x Wᵀ + b and nothing else

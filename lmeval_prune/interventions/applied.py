@@ -1,18 +1,14 @@
-"""The list of interventions on a model, an attribute of its modules.
+"""What is applied to a model: a list, an attribute of all its modules.
 
-It refuses to be copied or pickled, because the copy of a model would keep the hooks. While something is applied,
-modules run eagerly: compiled code ignores later hooks and keeps those from its compilation. Another thread may apply
-nothing.
+While there is such a list, compiled code does not run: it ignores later hooks and keeps those from its compilation.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import cache
 from threading import RLock, Thread, current_thread
-from types import MethodType
-from typing import Any
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import nn
@@ -22,45 +18,36 @@ from lmeval_prune.errors import InputError
 
 _ATTRIBUTE = "_lmeval_prune_applied"
 _LOCK = RLock()
+T = TypeVar("T")
 
 
-class _Applied:
-    """The interventions on a model, first applied first."""
+class _Applied(list[tuple[Any, Thread | None]]):
+    """Interventions, first applied first, each with the only thread that may apply more (None: any thread may)."""
+
+    models: ClassVar[int] = 0  # with something applied
+    stance: ClassVar[Any] = None  # in which PyTorch ignores `torch.compile`
 
     def __init__(self, model: nn.Module) -> None:
-        self.entries: list[tuple[Any, Thread | None]] = []  # with the only thread that may apply more; None: any
+        super().__init__()
+        if not _Applied.models:
+            _Applied.stance = torch.compiler.set_stance("force_eager")  # raises inside a compiled function
+        _Applied.models += 1
         self.modules = list(model.modules())
-        self.forwards: dict[nn.Module, tuple[Any, Any]] = {}  # the eager one, and the instance's own before or None
         for module in self.modules:
             vars(module)[_ATTRIBUTE] = self
-            previous = vars(module).get("forward")  # set by another library
-            if module._modules and (previous or type(module).forward is not nn.Module.forward):
-                eager = (
-                    torch.compiler.disable(previous) if previous else MethodType(_eager(type(module).forward), module)
-                )
-                self.forwards[module] = eager, previous
-                vars(module)["forward"] = eager
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise InputError("a copy of a model would keep what is applied to it; copy or save it outside of the block")
 
-    def remove(self, entry: tuple[Any, Thread | None]) -> None:
-        """Remove an intervention; with the last one, restore the modules."""
-        self.entries = [other for other in self.entries if other is not entry]
-        if self.entries:
-            return
-        for module, (eager, previous) in self.forwards.items():
-            if vars(module).get("forward") is eager:
-                del vars(module)["forward"]
-                vars(module).update({"forward": previous} if previous else {})
-        for module in self.modules:
-            del vars(module)[_ATTRIBUTE]
-
-
-@cache  # Dynamo guards on the function, and whether an instance has one: code compiled for the class is not used
-def _eager(forward: Callable[..., Any]) -> Callable[..., Any]:
-    eager: Callable[..., Any] = torch.compiler.disable(forward)
-    return eager
+    def drop(self, entry: tuple[Any, Thread | None]) -> None:
+        """Remove an intervention, and the list with the last one."""
+        self[:] = [other for other in self if other is not entry]
+        if not self:
+            for module in self.modules:
+                del vars(module)[_ATTRIBUTE]
+            _Applied.models -= 1
+            if not _Applied.models:
+                _Applied.stance.__exit__(None, None, None)
 
 
 @contextmanager
@@ -69,14 +56,15 @@ def attached(intervention: Any, model_map: ModelMap, any_thread: bool) -> Iterat
     stack = ExitStack()
     try:
         with _LOCK:
-            applied = _applied_to(model_map.model) or _Applied(model_map.model)
-            entry = (intervention, None if any_thread else current_thread())
-            stack.callback(applied.remove, entry)  # runs last, when the intervention has undone its own changes
-            threads = {thread for _, thread in applied.entries} - {None, current_thread()}
-            if any(thread and thread.is_alive() for thread in threads):
+            applied = _applied_to(model_map.model)
+            others = {thread for _, thread in applied or ()} - {None, current_thread()}
+            if any(thread and thread.is_alive() for thread in others):
                 raise InputError("another thread has something applied to this model; end that, or load another model")
+            applied = _Applied(model_map.model) if applied is None else applied
+            entry = (intervention, None if any_thread else current_thread())
+            stack.callback(applied.drop, entry)  # runs last, when the intervention has undone its own changes
             intervention.attach(model_map, stack)
-            applied.entries.append(entry)
+            applied.append(entry)
         yield
     finally:
         with _LOCK:
@@ -88,6 +76,47 @@ def _applied_to(model: nn.Module) -> _Applied | None:
 
 
 def applied_on(model: nn.Module) -> list[Any]:
-    """Return the interventions on a model or the model that it wraps, first applied first."""
-    applied = _applied_to(model)
-    return [intervention for intervention, _ in applied.entries] if applied else []
+    """Return what is applied to a model or the model that it wraps, first applied first."""
+    return [intervention for intervention, _ in _applied_to(model) or ()]
+
+
+@contextmanager
+def preserve_state(model: nn.Module) -> Iterator[None]:
+    """Restore the state of all interventions on a model after a block of trial passes."""
+    with ExitStack() as stack:
+        for intervention in applied_on(model):
+            stack.enter_context(intervention.preserve_state())
+        yield
+
+
+def combined(interventions: Iterable[T]) -> tuple[T, ...]:
+    """Merge interventions that can be merged (head masks: their union), in order."""
+    result: list[Any] = []
+    later: Any
+    for later in interventions:
+        for position, earlier in enumerate(result):
+            if (union := earlier.merged_with(later) or later.merged_with(earlier)) is not None:
+                result[position] = union
+                break
+        else:
+            result.append(later)
+    return tuple(result)
+
+
+def changed_by(
+    change: Callable[..., Any], result: Any, tensor: torch.Tensor, shape: Sequence[int] = ()
+) -> torch.Tensor:
+    """Return what `change` made of a tensor; `InputError` for another type or shape, which could be broadcast.
+
+    Under autocast the type may be another floating one: operations choose it, and the next module converts it.
+    """
+    shape, device = tuple(shape or tensor.shape), tensor.device.type
+    if isinstance(result, torch.Tensor) and result.shape == shape:
+        if result.dtype == tensor.dtype:
+            return result
+        is_autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+        if is_autocast and result.is_floating_point():
+            return result
+    found = f"{tuple(result.shape)} in {result.dtype}" if isinstance(result, torch.Tensor) else type(result).__name__
+    name = f"{getattr(change, '__module__', '')}.{getattr(change, '__qualname__', change)}"
+    raise InputError(f"{name} returned {found}, not a tensor {shape} in {tensor.dtype}; mend the method")

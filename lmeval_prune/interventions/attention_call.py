@@ -20,11 +20,45 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from lmeval_prune.architectures import AttentionLayer, ModelMap
 from lmeval_prune.errors import InputError
-from lmeval_prune.interventions.base import changed_by
-from lmeval_prune.interventions.unsupported import UnsupportedAttention
+from lmeval_prune.interventions.applied import changed_by
 
 NAME = "lmeval_prune"  # of the attention function that calls a store; a store needs no masks of transformers
 WRAPPABLE = ("sdpa", "eager")  # implementations that handlers can intercept
+
+REASONS = {  # for which the engine does not run a model; the model is the subject of each sentence
+    "bias": "the model's attention adds a bias to its scores, which the engine does not compute",
+    "devices": "the model's layers are on several devices",
+    "error": "the engine does not know how to run the model; its check ended with {error}",
+    "filtered": "a method filters tokens of the texts, and log-likelihoods need all of them",
+    "head_mask": "the model's attention multiplies its heads by a mask, which the engine does not compute",
+    "interface": "the model's attention does not use transformers' attention interface",
+    "layers": "the model has layers of type {types}, which the engine does not run",
+    "logits": "the model's logits would differ by {difference:.2g}",
+    "logits_to_keep": "the model computes the logits of all tokens, it does not know logits_to_keep",
+    "mask": "the model passes dropout, a padded batch or a mask of its own to its attention",
+    "modules": "the model's attention is computed by modules that are not in the map of its heads",
+    "not_declared": "the method {method} declares neither tokenwise nor by_sequence",
+    "order": "under the method {method} the model's answers depend on earlier answers",
+    "pass": "the model calls its attention outside of the engine's passes",
+    "prefix": "a method skips tokens of the model's prompts after a common prefix",
+    "rope": "the model scales the positions of a batch by its longest row (rope type {rope_type})",
+    "sinks": "the model's attention has sinks, which the engine does not compute",
+    "state": "a method keeps a state of each text, and texts that share tokens are computed together",
+    "window": "the model has layers with a sliding window whose size it does not pass to its attention",
+}
+
+
+class UnsupportedAttention(Exception):  # noqa: N818 - a reason to fall back, not a failure
+    """A model, or a method on it, needs a feature that the engine lacks.
+
+    Args:
+        reason: key of `REASONS`.
+        values: of the reason's fields.
+    """
+
+    def __init__(self, reason: str, **values: object) -> None:
+        super().__init__(REASONS[reason].format(**values))
+
 
 Attended = tuple[torch.Tensor, torch.Tensor | None]
 
@@ -112,7 +146,7 @@ class _Wiring:
     """Handlers and stores of a model."""
 
     originals: list[tuple[Any, str]]  # configurations, and their attention implementations
-    modules: list[nn.Module] = field(default_factory=list)
+    modules: list[nn.Module]
     handlers: list[Handler] = field(default_factory=list)
     stores: list[Store] = field(default_factory=list)
 
@@ -142,12 +176,14 @@ def intercept_attention(model_map: ModelMap, handler: Handler, stack: ExitStack)
     width), and weights or None.
     """
     check_attention_calls(model_map)
-    _add(model_map, "handlers", handler, stack)
+    wiring = _wiring_of(model_map)
+    _add(wiring, wiring.handlers, handler, stack)
 
 
 def replace_attention(model_map: ModelMap, store: Store, stack: ExitStack) -> None:
     """Replace the attention of all layers, after the handlers, by a store until `stack` closes."""
-    _add(model_map, "stores", store, stack)
+    wiring = _wiring_of(model_map)
+    _add(wiring, wiring.stores, store, stack)
 
 
 def check_attention_calls(model_map: ModelMap) -> None:
@@ -206,20 +242,16 @@ def eager_attention(model: nn.Module) -> Iterator[None]:
             config._attn_implementation = "eager"
         yield
     finally:
-        for config, implementation in implementations:
+        for config, implementation in implementations:  # a configuration sets those within it, which come later
             config._attn_implementation = implementation
 
 
 def _configs_of(model: nn.Module) -> list[Any]:
-    """Return the distinct configurations of a model's modules that name an attention implementation."""
-    configs: dict[int, Any] = {
-        id(module.config): module.config for module in model.modules() if hasattr(module, "config")
-    }
+    configs = {id(module.config): module.config for module in model.modules() if hasattr(module, "config")}
     return [config for config in configs.values() if hasattr(config, "_attn_implementation")]
 
 
 def _wiring_of(model_map: ModelMap) -> _Wiring:
-    """Return the wiring of a model, new if nothing is attached yet."""
     wire: _Wire | None = getattr(model_map.attention[0].module, _ATTRIBUTE, None)
     if wire:
         return wire.wiring
@@ -231,45 +263,40 @@ def _wiring_of(model_map: ModelMap) -> _Wiring:
             "one with a copy of the configuration (copy.deepcopy)"
         )
     # a copy of a wired configuration names this module's function
-    wiring = _Wiring([(config, config._attn_implementation.removeprefix(f"{NAME}_")) for config in configs])
-    wiring.modules = list(model_map.model.modules())
+    originals = [(config, config._attn_implementation.removeprefix(f"{NAME}_")) for config in configs]
+    wiring = _Wiring(originals, list(model_map.model.modules()))
+    # in some families a submodule calls
+    layers = {module: layer for layer in model_map.attention for module in layer.module.modules()}
     for module in wiring.modules:
-        vars(module)[_ATTRIBUTE] = _Wire(wiring, None)
-    for layer in model_map.attention:
-        for module in layer.module.modules():  # in some families a submodule calls
-            vars(module)[_ATTRIBUTE] = _Wire(wiring, layer)
+        vars(module)[_ATTRIBUTE] = _Wire(wiring, layers.get(module))
     _WIRINGS.append(wiring)
     return wiring
 
 
-def _add(model_map: ModelMap, kind: str, item: Any, stack: ExitStack) -> None:
+def _add(wiring: _Wiring, items: list[Any], item: Any, stack: ExitStack) -> None:
     """Add a handler or a store, and register its removal."""
-    wiring = _wiring_of(model_map)
-    items: list[Any] = getattr(wiring, kind)
-    items.append(item)
-    stack.callback(_remove, wiring, items, item)
-    _name_implementation(wiring)
 
-
-def _remove(wiring: _Wiring, items: list[Any], item: Any) -> None:
-    del items[next(i for i in reversed(range(len(items))) if items[i] is item)]
-    if wiring.handlers or wiring.stores:
+    def remove() -> None:
+        del items[next(i for i in reversed(range(len(items))) if items[i] is item)]
         _name_implementation(wiring)
-        return
-    _WIRINGS.remove(wiring)
-    for module in wiring.modules:
-        del vars(module)[_ATTRIBUTE]
-    for config, implementation in wiring.originals:
-        config._attn_implementation = implementation
+        if not wiring.handlers and not wiring.stores:
+            _WIRINGS.remove(wiring)
+            for module in wiring.modules:
+                del vars(module)[_ATTRIBUTE]
 
-
-def _intercepted(implementation: str) -> str:
-    return f"{NAME}_{implementation}"
+    items.append(item)
+    stack.callback(remove)
+    _name_implementation(wiring)
 
 
 def _name_implementation(wiring: _Wiring) -> None:
     for config, original in wiring.originals:
-        config._attn_implementation = NAME if wiring.stores else _intercepted(original)
+        handled = _intercepted(original) if wiring.handlers else original
+        config._attn_implementation = NAME if wiring.stores else handled
+
+
+def _intercepted(implementation: str) -> str:
+    return f"{NAME}_{implementation}"
 
 
 def _attend(
@@ -281,31 +308,27 @@ def _attend(
     attention_mask: torch.Tensor | None = None,
     **options: Any,
 ) -> Attended:
-    """Answer a call of transformers; `implementation` is the model's own, None with a store."""
+    """Answer a call of transformers, whose own function is `implementation` (None with a store)."""
     wire: _Wire | None = getattr(module, _ATTRIBUTE, None)
     if wire is None and implementation:  # another model with a copy of the configuration
         return _function(implementation, module)(module, query, key, value, attention_mask, **options)
     if wire is None or wire.layer is None:
         raise UnsupportedAttention("modules")
-    wiring, store = wire.wiring, wire.wiring.stores[-1] if wire.wiring.stores else None
+    store = wire.wiring.stores[-1] if wire.wiring.stores else None
     attend: Attend = store.attend if store else _original_attention
-    for handler in wiring.handlers:
-        attend = _chain(handler, attend)
+    for handler in wire.wiring.handlers:
+        attend = partial(_handled, handler, attend)
     return attend(AttentionCall(wire.layer, module, query, key, value, attention_mask, options, store))
 
 
-def _chain(handler: Handler, attend: Attend) -> Attend:
-    def attended(call: AttentionCall) -> Attended:
-        outputs, weights = handler(call, attend)
-        batch, heads, tokens, _ = call.query.shape
-        return changed_by(handler, outputs, call.query, (batch, tokens, heads, call.value.shape[-1])), weights
-
-    return attended
+def _handled(handler: Handler, attend: Attend, call: AttentionCall) -> Attended:
+    outputs, weights = handler(call, attend)
+    batch, heads, tokens, _ = call.query.shape
+    return changed_by(handler, outputs, call.query, (batch, tokens, heads, call.value.shape[-1])), weights
 
 
 def _original_attention(call: AttentionCall) -> Attended:
-    original = vars(call.module)[_ATTRIBUTE].wiring.originals[0][1]
-    function = _function(original, call.module)
+    function = _function(vars(call.module)[_ATTRIBUTE].wiring.originals[0][1], call.module)
     return function(call.module, call.query, call.key, call.value, call.mask, **call.options)
 
 

@@ -6,98 +6,24 @@ model_args. Its identity in stores of answers, its report and its artefact follo
 
 from __future__ import annotations
 
-import logging
 import os
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, fields
-from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import torch
 from torch import nn
-from typing_extensions import TypedDict
 
-from lmeval_prune.architectures import ModelMap, is_dispatched, loadable_fingerprints, map_model
-from lmeval_prune.artefacts import read_artefact, validate_json, write_artefact
+from lmeval_prune.architectures import ModelMap, loadable_fingerprints, map_model
+from lmeval_prune.artefacts import read_artefact, write_artefact
 from lmeval_prune.config import Settings, to_plain_json
-from lmeval_prune.errors import InputError
-from lmeval_prune.interventions.applied import applied_on, attached
-from lmeval_prune.interventions.table import METHODS, method_name
+from lmeval_prune.interventions.applied import applied_on, attached, changed_by, combined
+from lmeval_prune.interventions.table import SCHEMA_VERSION, ArtefactContents, Origin, method_name
 from lmeval_prune.registry import class_record, import_path, is_own
-
-logger = logging.getLogger(__name__)
-SCHEMA_VERSION = 3
-
-
-class ModelRecord(TypedDict):
-    """The model of an artefact."""
-
-    name: str
-    revision: str
-    model_type: str
-    heads: dict[str, Any]
-    weights: list[str]
-
-
-class ArtefactContents(TypedDict):
-    """Fields of an intervention's artefact."""
-
-    model: ModelRecord
-    settings: dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Origin:
-    """The artefact that an intervention was loaded from.
-
-    Attributes:
-        path, sha256: the file, and the hash of its content.
-        model: the artefact's model: `name`, `revision`, `model_type`, `heads` (shapes by layer) and `weights`
-            (fingerprints of the weights, also rounded to smaller types).
-        allow_other_model: accept another model if the intervention fits it.
-    """
-
-    path: str
-    sha256: str
-    model: dict[str, Any]
-    allow_other_model: bool = False
-
-    def check(self, model_map: ModelMap) -> None:
-        """Refuse a model other than the artefact's."""
-        if self.allow_other_model:
-            return
-        subject = f"{self.path} was made for"
-        fix = "make one for this model, or give allow_other_model=true if it fits"
-        name = self.model["name"]
-        if model_map.signature() != {key: self.model[key] for key in ("model_type", "heads")}:
-            raise InputError(f"{subject} {name}, whose layers or heads differ from this model's; {fix}")
-        check_weights(self.model["weights"], name, self.model["revision"], model_map, subject, fix)
-
-
-def check_weights(
-    fingerprints: list[str], name: str, revision: str, model_map: ModelMap, subject: str, fix: str
-) -> None:
-    """Refuse a model with other weights, or with another name or revision if the weights cannot be compared.
-
-    `fingerprints` are those of the expected weights, also rounded to smaller types; empty if unknown. `subject` and
-    `fix` begin and end the message.
-    """
-    model = model_map.model
-    if fingerprints and all(parameter.is_meta for parameter in model.parameters()) and not is_dispatched(model):
-        return
-    if fingerprints and not getattr(model_map.model, "is_quantized", False):
-        if model_map.weights not in fingerprints:  # None if some cannot be read
-            raise InputError(f"{subject} other weights ({name}) than this model's ({model_map.name}); {fix}")
-        return
-    if not fingerprints and model_map.weights:
-        logger.warning("%s %s, without fingerprints of the weights: only the name is compared", subject, name)
-    for expected, actual in ((name.lower(), model_map.name.lower()), (revision, model_map.revision)):
-        if expected and actual and expected != actual:
-            raise InputError(f"{subject} {expected}, this model is {actual}; {fix}")
 
 
 @dataclass(frozen=True)
@@ -142,11 +68,9 @@ class Intervention(Settings, ABC):
 
     @abstractmethod
     def attach(self, model_map: ModelMap, stack: ExitStack) -> None:
-        """Change the model, and register callbacks that undo the change.
+        """Change the model, and register callbacks in `stack` that undo the change; `self` is resolved for the model.
 
-        Args:
-            model_map: the parts of the model. `self` is resolved for it.
-            stack: runs its callbacks in reverse order when the intervention ends, also after an exception.
+        The callbacks run in reverse order when the intervention ends, also after an exception.
         """
 
     @property
@@ -163,10 +87,7 @@ class Intervention(Settings, ABC):
         return nullcontext()
 
     def fixed_decisions(self) -> AbstractContextManager[None]:
-        """Preserve state, and fix decisions that rounding could change, inside a block.
-
-        The engine compares logits with the model's own in such a block.
-        """
+        """Preserve state, and fix decisions that rounding could change, while the engine compares logits."""
         return self.preserve_state()
 
     def merged_with(self, other: Intervention) -> Self | None:
@@ -189,19 +110,15 @@ class Intervention(Settings, ABC):
     def applied_to(
         self, model: nn.Module, model_map: ModelMap | None = None, any_thread: bool = False
     ) -> Iterator[ModelMap]:
-        """Apply the intervention to `model` inside a `with` block; blocks nest and compose.
+        """Apply the intervention to `model` inside a `with` block, which yields the model's map; blocks nest.
 
-        Every call of the model inside the block, in any thread, runs under the intervention, and eagerly if the model
-        was compiled. Inside the block, a copied or pickled model and another intervention from another thread are
-        refused.
+        Every call of the model inside the block, in any thread, runs under the intervention, and `torch.compile` is
+        ignored. A copied or pickled model and another intervention from another thread are refused.
 
         Args:
             model: a stock transformers model.
             model_map: its `map_model`, for a family that needs a description, or to save the time.
             any_thread: let other threads apply further interventions.
-
-        Yields:
-            The model's map.
         """
         model_map = model_map or map_model(model)
         resolved = self.fit_to(model_map)
@@ -232,84 +149,34 @@ class Intervention(Settings, ABC):
         settings = self.fit_to(model_map).settings().items()
         return f"{method_name(type(self))}: {', '.join(f'{name}={value}' for name, value in settings)}"
 
-    # ------------------------------------------------------------------ the artefact
-
     @classmethod
     def schema(cls) -> str:
         """Return the name of its artefact's schema; that of a class from elsewhere is its import path."""
-        if not is_own(cls):
-            return import_path(cls)
-        return "lmeval-prune/" + re.sub(r"(?<=[a-z])(?=[A-Z])", "-", cls.__name__).lower()
+        name = re.sub(r"(?<=[a-z])(?=[A-Z])", "-", cls.__name__).lower()
+        return f"lmeval-prune/{name}" if is_own(cls) else import_path(cls)
 
-    def save(self, path: str | os.PathLike[str], model_map: ModelMap) -> None:
-        """Write an artefact for this model: JSON, atomically."""
-        self._write(path, model_map, {})
-
-    def _write(self, path: str | os.PathLike[str], model_map: ModelMap, extra: dict[str, Any]) -> None:
-        settings = self.fit_to(model_map).settings()
-        weights = loadable_fingerprints(model_map.model, model_map.weights)
+    def save(self, path: str | os.PathLike[str], model_map: ModelMap, **extra: Any) -> None:
+        """Write an artefact for this model, with `extra` fields: JSON, atomically."""
+        settings, weights = self.fit_to(model_map).settings(), loadable_fingerprints(model_map.model, model_map.weights)
         model = {"name": model_map.name, "revision": model_map.revision, "weights": weights, **model_map.signature()}
         write_artefact(path, self.schema(), SCHEMA_VERSION, {"settings": settings, "model": model, **extra})
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], allow_other_model: bool = False) -> Self:
-        """Read an artefact. It fits its own model only, unless `allow_other_model`."""
-        return cls._from_content(path, *read_artefact(path, cls.schema(), SCHEMA_VERSION), allow_other_model)
-
-    @classmethod
-    def _from_content(
-        cls, path: str | os.PathLike[str], content: dict[str, Any], sha256: str, allow_other_model: bool
-    ) -> Self:
-        """Build it from an artefact's content; missing fields have their defaults."""
-        validate_json(content, cls.contents, path)
+        """Read an artefact, which fits its own model only, unless `allow_other_model`; missing fields have defaults."""
+        content, sha256 = read_artefact(path, cls.schema(), SCHEMA_VERSION, cls.contents)
         origin = Origin(str(path), sha256, content["model"], allow_other_model)
-        return cls(**content["settings"], **cls._extra_fields(Path(path), content), origin=origin)
+        return cls(**content["settings"], **cls.fields_of(Path(path), content), origin=origin)
 
     @classmethod
-    def _extra_fields(cls, path: Path, content: dict[str, Any]) -> dict[str, Any]:
+    def fields_of(cls, path: Path, content: dict[str, Any]) -> dict[str, Any]:
+        """Return the values of fields that are not among an artefact's settings."""
         return {}
-
-
-def load_intervention(path: str | os.PathLike[str], allow_other_model: bool = False) -> Intervention:
-    """Read an artefact of any method in the table, by its schema."""
-    kinds = {kind.schema(): kind for kind in map(METHODS.load, METHODS.own)}
-    try:
-        content, sha256 = read_artefact(path, tuple(kinds), SCHEMA_VERSION)
-    except InputError:
-        elsewhere = {kind.schema(): kind for kind in map(METHODS.load, METHODS.keys() - METHODS.own.keys())}
-        if not elsewhere:
-            raise
-        kinds |= elsewhere
-        content, sha256 = read_artefact(path, tuple(kinds), SCHEMA_VERSION)
-    loaded: Intervention = kinds[content["schema"]]._from_content(path, content, sha256, allow_other_model)
-    return loaded
 
 
 def interventions_on(model: nn.Module) -> tuple[Intervention, ...]:
     """Return the interventions applied to a model or the model that it wraps, first applied first."""
     return tuple(applied_on(model))
-
-
-@contextmanager
-def preserve_state(model: nn.Module) -> Iterator[None]:
-    """Restore the state of all interventions on a model after a block of trial passes."""
-    with ExitStack() as stack:
-        for intervention in interventions_on(model):
-            stack.enter_context(intervention.preserve_state())
-        yield
-
-
-def combined(interventions: Iterable[Intervention]) -> tuple[Intervention, ...]:
-    """Merge interventions that can be merged (head masks: their union), in order."""
-    result: list[Intervention] = []
-    for later in interventions:
-        for position, earlier in enumerate(result):
-            if (union := earlier.merged_with(later) or later.merged_with(earlier)) is not None:
-                result[position] = union
-                break
-        else:
-            result.append(later)
-    return tuple(result)
 
 
 def change_input(module: nn.Module, change: Callable[[torch.Tensor], torch.Tensor], stack: ExitStack) -> None:
@@ -330,32 +197,3 @@ def change_output(module: nn.Module, change: Callable[[torch.Tensor], torch.Tens
         return (result, *rest) if isinstance(output, tuple) else result
 
     stack.callback(module.register_forward_hook(hook).remove)
-
-
-def changed_by(
-    change: Callable[..., Any], result: Any, tensor: torch.Tensor, shape: Sequence[int] = ()
-) -> torch.Tensor:
-    """Return what `change` made of a tensor; `InputError` for another type or shape, which could be broadcast.
-
-    Under autocast the type may be another: operations choose it, and the next module converts it.
-    """
-    shape = tuple(shape or tensor.shape)
-    same_shape = isinstance(result, torch.Tensor) and result.shape == shape
-    if same_shape and result.dtype == tensor.dtype:
-        return result
-    device = tensor.device.type
-    is_autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
-    if same_shape and is_autocast and result.is_floating_point():
-        return result
-    kind = f"{tuple(result.shape)} in {result.dtype}" if isinstance(result, torch.Tensor) else type(result).__name__
-    raise InputError(
-        f"{qualified_name(change)} returned {kind}, not a tensor {shape} in {tensor.dtype}; mend the method"
-    )
-
-
-def qualified_name(function: Any) -> str:
-    """Return the full name of a function: `package.module.Class.attach.<locals>.name`."""
-    while isinstance(function, partial):
-        function = function.func
-    named = function if hasattr(function, "__qualname__") else type(function)
-    return f"{named.__module__}.{named.__qualname__}"

@@ -2,15 +2,16 @@
 
 With `a_h` the output of head h and `W_O` the output projection, a layer computes `W_O · concat(a_1, …, 0, …, a_H)`
 instead of `W_O · concat(a_1, …, a_h, …, a_H)`. Keys and values are computed and cached as usual. With grouped-query
-attention a head is a query head.
+attention a head is a query head. `RowMasks` prunes other heads in each row of a batch, or token of a packed batch.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import groupby
 from typing import Any, Self
 
@@ -18,6 +19,7 @@ import torch
 
 from lmeval_prune.architectures import AttentionLayer, FeedForward, Head, ModelMap, head_names
 from lmeval_prune.artefacts import digest
+from lmeval_prune.attributes import replaced
 from lmeval_prune.errors import InputError, first_few
 from lmeval_prune.interventions.base import Intervention, change_input
 from lmeval_prune.interventions.table import method_name
@@ -71,13 +73,10 @@ class HeadMask(Intervention):
         either = self.allow_empty_layer or other.allow_empty_layer
         return replace(self | other, allow_empty_layer=either, origin=self.origin or other.origin)
 
-    def converted(self, kind: type[Intervention]) -> Intervention | None:
+    def converted(self, kind: Any) -> Intervention | None:
         """Return the mask itself, or a plan that removes its heads."""
-        if isinstance(self, kind) or method_name(kind) != "plan":
-            return super().converted(kind)
-        plan: Any = kind
-        converted: Intervention = plan.from_mask(self)
-        return converted
+        plan: Intervention | None = kind.from_mask(self) if method_name(kind) == "plan" else super().converted(kind)
+        return plan
 
     def heads_of(self, model_map: ModelMap) -> tuple[Head, ...]:
         """Return the pruned heads of a model, sorted, without duplicates."""
@@ -89,7 +88,13 @@ class HeadMask(Intervention):
         """Return the layers that lose heads, and the numbers of these heads; errors as in `heads_of`."""
         if self.origin:
             self.origin.check(model_map)
-        layers = model_map.once(self.heads, lambda: self._by_layer(model_map))
+
+        def resolved() -> list[tuple[AttentionLayer, list[int]]]:
+            heads = groupby(Head.parse(self.heads, model_map), key=lambda head: (head.stack, head.layer))
+            lost = {key: [head.head for head in layer_heads] for key, layer_heads in heads}
+            return [(layer, lost[key]) for layer in model_map.attention if (key := (layer.stack, layer.index)) in lost]
+
+        layers = model_map.once(self.heads, resolved)
         for layer, numbers in () if self.allow_empty_layer else layers:
             if len(numbers) == layer.heads:
                 raise InputError(
@@ -97,11 +102,6 @@ class HeadMask(Intervention):
                     f"give allow_empty_layer=true if that is meant"
                 )
         return layers
-
-    def _by_layer(self, model_map: ModelMap) -> list[tuple[AttentionLayer, list[int]]]:
-        heads = groupby(Head.parse(self.heads, model_map), key=lambda head: (head.stack, head.layer))
-        lost = {key: [head.head for head in layer_heads] for key, layer_heads in heads}
-        return [(layer, lost[key]) for layer in model_map.attention if (key := (layer.stack, layer.index)) in lost]
 
     def resolve(self, model_map: ModelMap) -> Self:
         """Expand ranges of heads."""
@@ -114,13 +114,17 @@ class HeadMask(Intervention):
             zero_columns(layer, numbers, stack)
 
     def report(self, model_map: ModelMap) -> dict[str, Any]:
-        """Return the heads, their number, and the number of all heads."""
+        """Return the heads, their number, and the number of all heads.
+
+        The fingerprint, of resolved heads, modules and shapes, is the same for every notation of a mask.
+        """
         heads = self.heads_of(model_map)
+        lost = [[layer.name, layer.heads, layer.head_dim, numbers] for layer, numbers in self.by_layer(model_map)]
         report: dict[str, Any] = {
             "heads": [str(head) for head in heads],
             "heads_pruned": len(heads),
             "heads_total": model_map.total_heads,
-            "mask_fingerprint": self.fingerprint(model_map),
+            "mask_fingerprint": digest({"heads": lost, "model": model_map.signature()}),
         }
         if self.origin:
             report |= {"mask_file": self.origin.path, "mask_file_sha256": self.origin.sha256}
@@ -131,10 +135,105 @@ class HeadMask(Intervention):
         heads = self.heads_of(model_map)
         return f"{len(heads)} of {model_map.total_heads} heads masked: {first_few(heads)}"
 
-    def fingerprint(self, model_map: ModelMap) -> str:
-        """Return a digest of the resolved heads, modules and shapes, the same for every notation of a mask."""
-        lost = [[layer.name, layer.heads, layer.head_dim, heads] for layer, heads in self.by_layer(model_map)]
-        return digest({"heads": lost, "model": model_map.signature()})
+
+class MaskTable:
+    """Masks resolved for a model."""
+
+    def __init__(self, masks: Sequence[HeadMask | None], model_map: ModelMap) -> None:
+        self.count = len(masks)
+        self.drops: dict[str, torch.Tensor] = {}  # by layer, the columns that each mask drops, (masks, width)
+        self.pruning: dict[str, set[int]] = {}  # by layer, the numbers of the masks that prune it
+        for number, mask in enumerate(masks):
+            for layer, heads in mask.by_layer(model_map) if mask else ():
+                if layer.name not in self.drops:
+                    self.drops[layer.name] = torch.zeros(self.count, layer.heads * layer.head_dim, dtype=torch.bool)
+                    self.pruning[layer.name] = set()
+                self.drops[layer.name][number] = dropped_columns(layer, heads)
+                self.pruning[layer.name].add(number)
+
+
+@dataclass
+class _State:
+    """The model of applied `RowMasks`, and the masks of a `using` block."""
+
+    model_map: ModelMap | None = None
+    table: Any = None
+    layers: frozenset[str] = frozenset()  # in which some row loses a head
+    index: Any = None
+
+
+@dataclass(frozen=True)
+class RowMasks(Intervention):
+    """Prune different heads in different rows of a batch.
+
+    ```python
+    rows = RowMasks()
+    with rows.applied_to(model), rows.using([HeadMask("L5H3"), None]):
+        model.generate(**batch_of_two)
+    ```
+
+    Outside a `using` block, and in layers that no mask of the block prunes, activations are unchanged.
+    """
+
+    tokenwise = True  # outside of `using` blocks
+    _state: _State = field(default_factory=_State, init=False, compare=False, repr=False)
+
+    def attach(self, model_map: ModelMap, stack: ExitStack) -> None:
+        """Hook the output projection of each layer."""
+        self._state.model_map = model_map
+        stack.callback(setattr, self._state, "model_map", None)
+        for layer in model_map.attention:
+            change_input(layer.o_proj, partial(self._drop, layer.name), stack)
+
+    def identity(self, model_map: ModelMap) -> dict[str, Any]:
+        """Refuse: the masks change from block to block, so answers cannot be stored under one identity."""
+        raise InputError("answers under RowMasks cannot be kept: masks change from block to block; use a HeadMask")
+
+    def table(self, masks: Sequence[HeadMask | None] | MaskTable) -> MaskTable:
+        """Resolve masks once for many `using` blocks; they must fit the model that these RowMasks are applied to."""
+        if self._state.model_map is None:
+            raise InputError("apply the RowMasks to a model first: with rows.applied_to(model), rows.using(...)")
+        return masks if isinstance(masks, MaskTable) else MaskTable(masks, self._state.model_map)
+
+    @contextmanager
+    def using(
+        self,
+        masks: Sequence[HeadMask | None] | MaskTable,
+        index: torch.Tensor | Sequence[int] | None = None,
+        repeats: int = 1,
+    ) -> Iterator[None]:
+        """Set the masks of the forward passes inside the block.
+
+        Args:
+            masks: M masks, None for no pruning, or a `table` of them.
+            index: number of the mask of each row, (batch,), or of each token, (batch, tokens) as in packed batches
+                (1, tokens). Default: row i has mask i, for M rows.
+            repeats: copies of each row, one after another: `generate` with `num_return_sequences=k` or `num_beams=k`
+                repeats each row k times.
+        """
+        table = self.table(masks)
+        index = torch.arange(table.count) if index is None else torch.as_tensor(index)
+        are_integers = not (index.is_floating_point() or index.is_complex() or index.dtype == torch.bool)
+        used = set(index.flatten().tolist()) if are_integers else set()
+        if not used or index.dim() not in (1, 2) or min(used) < 0 or max(used) >= table.count:
+            raise InputError(f"index must be (batch,) or (batch, tokens) with values 0 to {table.count - 1}")
+        layers = frozenset(layer for layer, pruning in table.pruning.items() if pruning & used)
+        with replaced(self._state, table=table, layers=layers, index=index.long().repeat_interleave(repeats, dim=0)):
+            yield
+
+    def _drop(self, layer: str, x: torch.Tensor) -> torch.Tensor:
+        state = self._state
+        if layer not in state.layers:
+            return x
+        state.index = state.index.to(x.device)
+        state.table.drops[layer] = drops = state.table.drops[layer].to(x.device)
+        drop = drops[state.index]  # (batch, width) or (batch, tokens, width)
+        drop = drop.unsqueeze(1) if drop.dim() == 2 else drop
+        if x.dim() != 3 or drop.shape[0] != x.shape[0] or drop.shape[1] not in (1, x.shape[1]):
+            raise InputError(
+                f"masks for {tuple(drop.shape[:2])} rows and tokens do not fit a batch of {tuple(x.shape[:2])}"
+            )
+        return x.masked_fill(drop, 0)
 
 
 def dropped_columns(block: AttentionLayer | FeedForward, numbers: Iterable[int]) -> torch.Tensor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,8 +21,9 @@ from lmeval_prune.architectures import ModelMap
 from lmeval_prune.architectures.blocks import in_features, out_features, weight_of
 from lmeval_prune.artefacts import digest, read_json, read_tensors
 from lmeval_prune.errors import InputError
-from lmeval_prune.interventions.base import ArtefactContents, Intervention
-from lmeval_prune.interventions.compensation import DeviceCopies, tensors_digest
+from lmeval_prune.interventions.base import Intervention
+from lmeval_prune.interventions.plan import copies_of, tensors_digest
+from lmeval_prune.interventions.table import ArtefactContents
 
 _NAME = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<matrix>[AB])(?:\.default)?\.weight")
 _REWRITES = ("pissa", "olora", "loftq", "corda", "lora_ga")  # initialisations that change the model's own weights
@@ -89,20 +90,21 @@ class Lora(Intervention):
                     f"the adapter {self.adapter} was exported from another model: {name} has other weights in this "
                     f"one; export it from this model"
                 )
-            stack.callback(module.register_forward_hook(_Add(update)).remove)
+            stack.callback(module.register_forward_hook(_adding(update)).remove)
 
     def report(self, model_map: ModelMap) -> dict[str, Any]:
         """Return the adapter's folder name, digest, and number of projections."""
         report: dict[str, Any] = super().report(model_map)
-        settings = {"adapter": Path(self.adapter).name, "projections": len(self.updates)}
-        return {**report, "lora": {**report["lora"], **settings}}
+        report["lora"] |= {"adapter": Path(self.adapter).name, "projections": len(self.updates)}
+        return report
 
-    def save(self, path: str | os.PathLike[str], model_map: ModelMap) -> None:
+    def save(self, path: str | os.PathLike[str], model_map: ModelMap, **extra: Any) -> None:
         """Write an artefact that names the adapter's folder."""
-        self._write(path, model_map, {"adapter": self.adapter})
+        super().save(path, model_map, adapter=self.adapter, **extra)
 
     @classmethod
-    def _extra_fields(cls, path: Path, content: dict[str, Any]) -> dict[str, Any]:
+    def fields_of(cls, path: Path, content: dict[str, Any]) -> dict[str, Any]:
+        """Return the adapter's folder."""
         return {"adapter": content["adapter"]}
 
     def _projection(self, name: str, model_map: ModelMap) -> nn.Module:
@@ -116,16 +118,16 @@ class Lora(Intervention):
         raise InputError(f"the model has no projection {name}, which the adapter {self.adapter} updates")
 
 
-class _Add:
-    """Hook that adds an update to a projection's output, computed in at least float32."""
+def _adding(update: Update) -> Callable[..., Tensor]:
+    """Return a hook that adds an update to a projection's output, computed in at least float32."""
+    a_like, b_like = copies_of(update.a), copies_of(update.b)
 
-    def __init__(self, update: Update) -> None:
-        self.a, self.b, self.scaling = DeviceCopies(update.a), DeviceCopies(update.b), update.scaling
-
-    def __call__(self, _: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor:
+    def hook(_: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor:
         x = inputs[0].to(torch.promote_types(output.dtype, torch.float32))
-        added = nn.functional.linear(nn.functional.linear(x, self.a.like(x)), self.b.like(x)) * self.scaling
+        added = nn.functional.linear(nn.functional.linear(x, a_like(x)), b_like(x)) * update.scaling
         return (output + added).to(output.dtype)
+
+    return hook
 
 
 def _prunes(update: Update, module: nn.Module) -> bool:
@@ -145,7 +147,6 @@ def _prunes(update: Update, module: nn.Module) -> bool:
 
 
 def _read(folder: Path) -> dict[str, Update]:
-    """Read an adapter's updates by module."""
     config = read_lora_config(folder, "load it by peft=, or ")
     unsupported = [name for name in _UNSUPPORTED if config.get(name)]
     if unsupported or config.get("bias", "none") != "none":
@@ -156,9 +157,13 @@ def _read(folder: Path) -> dict[str, Update]:
         if not match or tensor.ndim != 2:
             raise InputError(f"lora={folder} has a tensor {name}, which is not supported; load it by peft=")
         matrices.setdefault(match["module"], {})[match["matrix"]] = tensor
-    return {
-        name: Update(pair["A"], pair["B"], _scaling(config, name, len(pair["A"]))) for name, pair in matrices.items()
-    }
+    updates, patterns = {}, config.get("alpha_pattern") or {}
+    for module, pair in matrices.items():
+        rank = len(pair["A"])
+        own = (alpha for pattern, alpha in patterns.items() if re.fullmatch(rf"(?:.*\.)?(?:{pattern})", module))
+        alpha = float(next(own, config.get("lora_alpha", 8)))
+        updates[module] = Update(pair["A"], pair["B"], alpha / (rank**0.5 if config.get("use_rslora") else rank))
+    return updates
 
 
 def read_lora_config(folder: Path, remedy: str = "") -> dict[str, Any]:
@@ -175,11 +180,3 @@ def read_lora_config(folder: Path, remedy: str = "") -> dict[str, Any]:
             f"with path_initial_model_for_weight_conversion= of PEFT's save_pretrained"
         )
     return config
-
-
-def _scaling(config: Mapping[str, Any], module: str, rank: int) -> float:
-    """Return s of a projection; PEFT's `alpha_pattern` overrides `lora_alpha`."""
-    patterns = config.get("alpha_pattern") or {}
-    matches = (alpha for pattern, alpha in patterns.items() if re.fullmatch(rf"(?:.*\.)?(?:{pattern})", module))
-    alpha = float(next(matches, config.get("lora_alpha", 8)))
-    return alpha / rank**0.5 if config.get("use_rslora") else alpha / rank

@@ -11,15 +11,16 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, ClassVar, NotRequired, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from typing_extensions import TypedDict
 
 from lmeval_prune.architectures import AttentionLayer, FeedForward, ModelMap, head_names
@@ -36,22 +37,59 @@ from lmeval_prune.artefacts import (
 )
 from lmeval_prune.config import FrozenMapping
 from lmeval_prune.errors import InputError
-from lmeval_prune.interventions.base import (
-    SCHEMA_VERSION,
-    ArtefactContents,
-    Intervention,
-    change_output,
-    interventions_on,
-    load_intervention,
-)
-from lmeval_prune.interventions.channels import Channels
-from lmeval_prune.interventions.compensation import (
-    AddBias,
-    ReplaceWeight,
-    find_projection,
-    tensors_digest,
-)
+from lmeval_prune.interventions.base import Intervention, change_output, interventions_on
 from lmeval_prune.interventions.head_mask import HeadMask, zero_columns
+from lmeval_prune.interventions.table import SCHEMA_VERSION, ArtefactContents, load_intervention
+
+_NUMBER = r"\d{1,18}"  # ranges are checked against the model's width before they are expanded
+_RANGES = re.compile(rf"\s*{_NUMBER}(-{_NUMBER})?(\s*,\s*{_NUMBER}(-{_NUMBER})?)*\s*")
+
+
+class Channels(str):
+    """Sorted channels of a layer without duplicates, as text: `"3,5-9"`.
+
+    Attributes:
+        runs: first and last channel of each run.
+    """
+
+    runs: tuple[tuple[int, int], ...]
+
+    def __new__(cls, channels: Any, layer: str = "a layer") -> Channels:
+        """Parse text or a list of numbers; `layer` names the layer in an `InputError`."""
+        if isinstance(channels, Channels):
+            return channels
+        ranges = [(1, 0)]
+        if isinstance(channels, str) and _RANGES.fullmatch(channels):
+            ends = [part.split("-") for part in channels.split(",")]
+            ranges = [(int(end[0]), int(end[-1])) for end in ends]
+        elif isinstance(channels, Iterable) and all(isinstance(n, int) and n >= 0 for n in channels):
+            ranges = [(number, number) for number in channels]
+        if any(first > last for first, last in ranges):
+            raise InputError(
+                f'channels {str(channels)[:60]!r} of {layer} cannot be read; write them as {{"L0": "3,5-9"}}'
+            )
+        return cls._of(ranges)
+
+    @classmethod
+    def _of(cls, ranges: Iterable[tuple[int, int]]) -> Channels:
+        runs: list[tuple[int, int]] = []
+        for first, last in sorted(ranges):
+            if runs and first <= runs[-1][1] + 1:
+                runs[-1] = (runs[-1][0], max(last, runs[-1][1]))
+            else:
+                runs.append((first, last))
+        text = ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+        channels = super().__new__(cls, text)
+        channels.runs = tuple(runs)
+        return channels
+
+    def __or__(self, other: Channels) -> Channels:
+        return self._of((*self.runs, *other.runs))
+
+    @property
+    def numbers(self) -> list[int]:
+        """Sorted channel numbers."""
+        return [number for first, last in self.runs for number in range(first, last + 1)]
 
 
 class TensorFile(TypedDict):
@@ -97,14 +135,13 @@ class Plan(Intervention):
 
     def __post_init__(self) -> None:
         heads = head_names(self.heads) if self.heads not in ("", (), [], None) else ()
-        object.__setattr__(self, "heads", heads)
         channels = {label: Channels(channels, label) for label, channels in self.channels.items()}
+        object.__setattr__(self, "heads", heads)
         object.__setattr__(self, "channels", FrozenMapping({key: text for key, text in channels.items() if text}))
         object.__setattr__(self, "blocks", block_names(self.blocks) if self.blocks not in ("", None) else ())
         check_finite({**self.compensation, **self.scores}, "the plan", NONFINITE_REMEDY)
         if self.compensation:
             object.__setattr__(self, "tensors", tensors_digest(self.compensation))
-            object.__setattr__(self, "version", 2)  # 1 dropped updates of adapters, and added biases to skipped tokens
         super().__post_init__()
         if self.tensors and not self.compensation:
             raise InputError("a plan that says tensors=… needs the file with them; give it as plan=FILE")
@@ -162,7 +199,7 @@ class Plan(Intervention):
     def resolve(self, model_map: ModelMap) -> Self:
         """Expand ranges, sort layers and blocks, and leave out what is in removed blocks."""
         removed = self.sublayers(model_map)
-        blocks = tuple(map(str, removed))
+        blocks, outputs = tuple(map(str, removed)), {sublayer.output for sublayer in removed}
         heads = tuple(
             f"{layer.label}H{head}"
             for layer, numbers in self.heads_by_layer(model_map)
@@ -174,7 +211,6 @@ class Plan(Intervention):
             for block, _ in self.channels_by_layer(model_map)
             if f"{block.label}.feed_forward" not in blocks
         }
-        outputs = {sublayer.output for sublayer in removed}
         compensation = {
             name: tensor
             for name, tensor in self.compensation.items()
@@ -196,10 +232,16 @@ class Plan(Intervention):
         plans = [plan for plan in interventions_on(model_map.model) if isinstance(plan, Plan)]
         removed = {sublayer.output for plan in plans for sublayer in plan.sublayers(model_map)}
         for name, tensor in self.compensation.items():
-            projection = find_projection(name, model_map)
-            hook = AddBias(tensor) if name.endswith(".bias") else ReplaceWeight(tensor)
-            if projection not in removed:
-                stack.callback(hook.register(projection).remove)
+            projection: Any = find_projection(name, model_map)
+            if projection in removed:
+                continue
+            if name.endswith(".bias"):
+                handle = projection.register_forward_hook(_add_bias(tensor))
+            else:  # first, so that adapters and biases are added to its output; of PEFT's module, the one that it wraps
+                handle = getattr(projection, "base_layer", projection).register_forward_hook(
+                    _ReplaceWeight(tensor), prepend=True
+                )
+            stack.callback(handle.remove)
 
     @classmethod
     def from_mask(cls, mask: HeadMask) -> Plan:
@@ -236,19 +278,19 @@ class Plan(Intervention):
 
     def settings(self) -> dict[str, Any]:
         """Return the fields, without blocks if there are none."""
-        settings = super().settings()
-        return settings if settings["blocks"] else {n: value for n, value in settings.items() if n != "blocks"}
+        return {name: value for name, value in super().settings().items() if name != "blocks" or value}
 
     def report(self, model_map: ModelMap) -> dict[str, Any]:
         """Return the plan, and the numbers of removed and of all heads, channels and blocks."""
         report = super().report(model_map)
-        plan = dict(report["plan"])
-        plan["heads_pruned"] = len(plan["heads"])
-        plan["heads_total"] = model_map.total_heads
-        plan["kv_heads_pruned"] = sum(len(lost) for _, lost in self.kv_heads_by_layer(model_map))
-        plan["kv_heads_total"] = sum(layer.kv_heads for layer in model_map.attention)
-        plan["channels_pruned"] = sum(len(lost) for _, lost in self.channels_by_layer(model_map))
-        plan["channels_total"] = sum(model_map.channels().values())
+        plan = report["plan"] | {
+            "heads_pruned": len(report["plan"]["heads"]),
+            "heads_total": model_map.total_heads,
+            "kv_heads_pruned": sum(len(lost) for _, lost in self.kv_heads_by_layer(model_map)),
+            "kv_heads_total": sum(layer.kv_heads for layer in model_map.attention),
+            "channels_pruned": sum(len(lost) for _, lost in self.channels_by_layer(model_map)),
+            "channels_total": sum(model_map.channels().values()),
+        }
         if removed := self.sublayers(model_map):
             plan |= {"blocks_pruned": len(removed), "blocks_total": len(model_map.sublayers)}
         return {**report, "plan": plan, "heads": plan["heads"]}
@@ -262,7 +304,7 @@ class Plan(Intervention):
 
     # ------------------------------------------------------------------ the artefact
 
-    def save(self, path: str | os.PathLike[str], model_map: ModelMap) -> None:
+    def save(self, path: str | os.PathLike[str], model_map: ModelMap, **extra: Any) -> None:
         """Write JSON, and tensors and scores as safetensors next to it; errors as in the base class.
 
         The safetensors file is named by its content and written first, so that an interrupted write leaves the previous
@@ -270,27 +312,30 @@ class Plan(Intervention):
         """
         from safetensors.torch import save
 
-        path = Path(path)
+        path, entry = Path(path), {}
         tensors = {**self.compensation, **{f"scores.{name}": value for name, value in self.scores.items()}}
-        content: dict[str, Any] = {"made": dict(self.provenance)}
         if tensors:
             data = save({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()})
             sha256 = hashlib.sha256(data).hexdigest()
-            content["tensors"] = {"file": f"{path.stem}.{sha256[:8]}.safetensors", "sha256": sha256}
+            entry = {"tensors": {"file": f"{path.stem}.{sha256[:8]}.safetensors", "sha256": sha256}}
         with output_lock(path):
             if tensors:
-                write_bytes(path.with_name(content["tensors"]["file"]), data)
-            stale = _tensors_file(path)
-            self._write(path, model_map, content)
-            if stale is not None and stale.name != content.get("tensors", {}).get("file"):
-                stale.unlink(missing_ok=True)
+                write_bytes(path.with_name(entry["tensors"]["file"]), data)
+            try:
+                stale = read_artefact(path, self.schema(), SCHEMA_VERSION, PlanContents)[0]["tensors"]
+            except (InputError, KeyError):
+                stale = {"file": "", "sha256": ""}
+            super().save(path, model_map, made=dict(self.provenance), **entry, **extra)
+            # only a file with the name that `save` gave it: an edited plan may name a file of the user's
+            if stale["file"] == f"{path.stem}.{stale['sha256'][:8]}.safetensors" and stale != entry.get("tensors"):
+                path.with_name(stale["file"]).unlink(missing_ok=True)
 
     @classmethod
-    def _extra_fields(cls, path: Path, content: dict[str, Any]) -> dict[str, Any]:
+    def fields_of(cls, path: Path, content: dict[str, Any]) -> dict[str, Any]:
+        """Return provenance, compensation and scores."""
         extra: dict[str, Any] = {"provenance": content.get("made") or {}}
         if entry := content.get("tensors"):
-            file = path.with_name(file_name(entry["file"]))
-            tensors = read_tensors(file, entry["sha256"])
+            tensors = read_tensors(path.with_name(file_name(entry["file"])), entry["sha256"])
             extra["scores"] = {k.removeprefix("scores."): v for k, v in tensors.items() if k.startswith("scores.")}
             extra["compensation"] = {k: v for k, v in tensors.items() if not k.startswith("scores.")}
         return extra
@@ -304,11 +349,42 @@ def load_plan(path: str, allow_other_model: bool = False, allow_empty_layer: boo
     return replace(plan, allow_empty_layer=plan.allow_empty_layer or allow_empty_layer)
 
 
-def _tensors_file(path: Path) -> Path | None:
-    """Return the safetensors file that `save` wrote for the plan at a path, if any."""
-    try:
-        entry = read_artefact(path, Plan.schema(), SCHEMA_VERSION, PlanContents)[0]["tensors"]
-    except (InputError, KeyError):
-        return None
-    name = f"{path.stem}.{entry['sha256'][:8]}.safetensors"
-    return path.with_name(name) if name == entry["file"] else None
+# ---------------------------------------------------------------------- compensation
+
+
+def tensors_digest(tensors: Mapping[str, Tensor]) -> str:
+    """Return the first 16 hexadecimal digits of the SHA-256 of named tensors."""
+    from safetensors.torch import save
+
+    ordered = {name: tensors[name].detach().cpu().contiguous() for name in sorted(tensors)}
+    return hashlib.sha256(save(ordered)).hexdigest()[:16]
+
+
+def find_projection(name: str, model_map: ModelMap) -> nn.Module:
+    """Return the projection of a compensation, named as in `Plan.compensation`."""
+    projections: dict[str, nn.Module] = {f"{layer.label}.o_proj": layer.o_proj for layer in model_map.attention}
+    projections |= {f"{block.label}.down": block.down for block in model_map.feed_forward}
+    return projections[name.rpartition(".")[0]]
+
+
+def copies_of(tensor: Tensor) -> Callable[[Tensor], Tensor]:
+    """Return a function that copies a tensor to the device and dtype of another one, once for each."""
+    copy = cache(lambda device, dtype: tensor.to(device, dtype))
+    return lambda other: copy(other.device, other.dtype)
+
+
+def _add_bias(bias: Tensor) -> Callable[..., Tensor]:
+    like = copies_of(bias)
+    return lambda _module, _inputs, output: output + like(output)
+
+
+class _ReplaceWeight:
+    """Hook that computes a projection's output with another weight; of several, the latest counts."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self.like = copies_of(weight)
+
+    def __call__(self, module: Any, inputs: tuple[Any, ...], output: Tensor) -> Tensor:
+        latest = next(hook for hook in module._forward_hooks.values() if isinstance(hook, _ReplaceWeight))
+        x = inputs[0]
+        return nn.functional.linear(x, self.like(x), module.bias) if latest is self else output

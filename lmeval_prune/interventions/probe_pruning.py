@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 import torch
 from annotated_types import Interval
@@ -68,7 +68,6 @@ class ProbePruning(Intervention):
         chooser: the state of an applied intervention: hooks, counters and history.
     """
 
-    version: ClassVar[int] = 2  # 1 counted the heads of requests' masks among those that it masks
     ratio: ShareBelowOne
     positions: ProbeShare = 0.5
     samples: ProbeShare = 0.05
@@ -96,8 +95,14 @@ class ProbePruning(Intervention):
                 f"probe_pruning.skip_first={self.skip_first} skips all {len(model_map.attention)} layers; give less"
             )
         attention, feed_forward = self.pruned_layers(model_map)
-        self._check_ratio("heads", [layer.heads for layer in attention])
-        self._check_ratio("channels", [block.channels for block in feed_forward])
+        units = {"heads": [layer.heads for layer in attention], "channels": [block.channels for block in feed_forward]}
+        for kind, sizes in units.items():
+            total, most = sum(sizes), sum(sizes) - len(sizes)
+            share = f"probe_pruning.ratio={self.ratio} of the {total} {kind} of {len(sizes)} layers"
+            if sizes and self.ratio and not _floor(self.ratio * total):
+                raise InputError(f"{share} leaves out none; give {math.ceil(1e4 / total) / 1e4} or more")
+            if _floor(self.ratio * total) > most:
+                raise InputError(f"{share} would empty a layer; give at most {math.floor(1e4 * most / total) / 1e4}")
         return replace(self)  # every application has its own chooser
 
     def pruned_layers(self, model_map: ModelMap) -> tuple[list[AttentionLayer], list[FeedForward]]:
@@ -105,16 +110,6 @@ class ProbePruning(Intervention):
         layers = list(model_map.attention[self.skip_first :])
         labels = {layer.label for layer in layers}
         return layers, [block for block in model_map.feed_forward if block.label in labels]
-
-    def _check_ratio(self, kind: str, sizes: list[int]) -> None:
-        """Refuse a ratio that masks nothing, or that would empty a layer."""
-        total = sum(sizes)
-        count, most = _floor(self.ratio * total), total - len(sizes)
-        share = f"probe_pruning.ratio={self.ratio} of the {total} {kind} of {len(sizes)} layers"
-        if sizes and self.ratio and not count:
-            raise InputError(f"{share} leaves out none; give {math.ceil(1e4 / total) / 1e4} or more")
-        if count > most:
-            raise InputError(f"{share} would empty a layer; give at most {math.floor(1e4 * most / total) / 1e4}")
 
     def attach(self, model_map: ModelMap, stack: ExitStack) -> None:
         """Install the hooks that choose and mask in each pruned layer."""
@@ -149,9 +144,6 @@ class ProbePruning(Intervention):
             "probe_pruning_left_out": {
                 kind: masked[kind] / masked[f"all {kind}"] if masked[kind] else 0.0 for kind in ("heads", "channels")
             },
-            "probe_pruning_depends_on": (
-                "batch size and order" if self.needs_order else "the text alone, but for rounding that turns a choice"
-            ),
         }
 
 
@@ -159,14 +151,12 @@ class _Target:
     """A projection whose input columns are masked: `o_proj` by heads, `down` by channels."""
 
     def __init__(self, block: AttentionLayer | FeedForward, plans: Sequence[Plan], model_map: ModelMap) -> None:
-        module: Any
         if isinstance(block, AttentionLayer):
-            self.kind, self.width, part, module = "heads", block.head_dim, "o_proj", block.o_proj
+            self.kind, self.width, part, weight = "heads", block.head_dim, "o_proj", weight_of(block.o_proj)
         else:
-            self.kind, self.width, part, module = "channels", 1, "down", block.down
+            self.kind, self.width, part, weight = "channels", 1, "down", weight_of(block.down)
         self.name = f"{block.label}.{part}"
         self.count = 0  # heads or channels to mask
-        weight = weight_of(module)
         for plan in plans:
             weight = plan.compensation.get(f"{self.name}.weight", weight).to(weight.device)
         self.weights = weight.double().pow(4).sum(0)  # Σ_i W_ij⁴, zero in columns that a mask or plan removes
@@ -187,8 +177,6 @@ class _Target:
 
 @dataclass
 class _LayerPass:
-    """A running decoder layer."""
-
     residual: Tensor  # its input; after attention, its input plus the attention output
     choices: dict[str, Tensor]  # masked columns by projection, (rows, columns); stored in the cache, if there is one
     real: Tensor | None = None  # false for padding, (rows, tokens)
@@ -240,7 +228,6 @@ class Chooser:
         del self._passes[layer.label]
 
     def _attend(self, call: AttentionCall, attend: Attend) -> Attended:
-        """Compute attention, and mask the chosen heads."""
         layer = self._passes.get(call.layer.label)
         if layer is None:  # one of the first layers
             return attend(call)
@@ -254,7 +241,6 @@ class Chooser:
         return out.masked_fill(heads, 0), weights
 
     def _mask_channels(self, block: FeedForward, x: Tensor) -> Tensor:
-        """Return the input of the down projection with the chosen channels masked."""
         layer = self._passes[block.label]
         if "down" not in layer.choices:
             assert layer.real is not None
@@ -331,7 +317,6 @@ class Chooser:
         return drop
 
     def _positions(self, norms: Tensor, count: int, tie: float) -> Tensor:
-        """Return the sorted positions of the probe among `count` tokens."""
         size = min(max(math.ceil(self.settings.positions * count), 2), max(count, 1))
         positions = top_positions(norms, size, True, tie)
         if size <= SMALL_PROBE:

@@ -2,31 +2,52 @@
 
 A layer keeps *anchors*: exponential moving averages of the keys (after rotary embedding) and values of the tokens so
 far. A token skips if its similarity `S` to the anchors is above a threshold `T`: it gets zeros from attention, and
-later tokens do not attend to it. `T` is adjusted by the share of tokens skipped so far.
-
-`kernels/token_filter/naive.py` has the formulas, `filtered_attention.py` the attention, `filtered_cache.py` the cache.
+later tokens do not attend to it. `T` is adjusted by the share of tokens skipped so far. The decisions are
+`kernels/token_filter.py`; their formulas, token by token, `tests/literal_filter.py`.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import groupby
+from operator import itemgetter
 from typing import Annotated, Any, Literal, Self
 
+import torch
 from annotated_types import Interval
+from torch.nn.functional import pad
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
 from lmeval_prune.architectures import AttentionLayer, ModelMap
+from lmeval_prune.attributes import replaced
 from lmeval_prune.config import Count, Positive, Share
 from lmeval_prune.errors import InputError
-from lmeval_prune.interventions.attention_call import check_attention_calls
-from lmeval_prune.interventions.base import Intervention
-from lmeval_prune.interventions.filtered_attention import FilteredAttention
-from lmeval_prune.kernels.token_filter.state import COLUMNS, Rule
+from lmeval_prune.interventions.attention_call import (
+    Attend,
+    Attended,
+    AttentionCall,
+    Store,
+    additive_mask,
+    check_attention_calls,
+    intercept_attention,
+    not_causal,
+    valid_tokens,
+)
+from lmeval_prune.interventions.base import Intervention, change_output
+from lmeval_prune.kernels import token_filter as kernels
+from lmeval_prune.kernels.dispatch import launch_on, needs_gradients, on_device, too_wide, unsupported_types, use_kernel
+from lmeval_prune.kernels.token_filter_memory import COLUMNS, COUNT, SKIPPED, THRESHOLD, Memory, Rule, fresh_states
 
 logger = logging.getLogger(__name__)
+# Attention options that the decode kernel implements, or that do not change the result.
+KERNEL_OPTIONS = {"scaling", "sliding_window", "softcap", "is_causal", "position_ids", "use_cache"}
+KERNEL_OPTIONS |= {"output_hidden_states", "output_router_logits"}
+BLOCK = 16  # capacities of caches are multiples of it
 
 
 @dataclass(frozen=True)
@@ -95,10 +116,9 @@ class TokenFilter(Intervention):
             return
         if self.needs_order:
             logger.warning("token_filter.state=run: answers depend on the order of requests")
-        layers = self.layers(model_map)
         rule = Rule(self.share(model_map), self.similarity, self.fusion, self.step_size, self.smoothing, self.warmup)
         attention = FilteredAttention(rule, self.needs_order, self.keep_skipped_kv)
-        attention.attach(model_map, layers, stack)
+        attention.attach(model_map, self.layers(model_map), stack)
         object.__setattr__(self, "attention", attention)
 
     def slot_bytes(self, model_map: ModelMap, length: int) -> int:
@@ -116,8 +136,19 @@ class TokenFilter(Intervention):
 
     @contextmanager
     def fixed_decisions(self) -> Iterator[None]:
-        """Skip fixed tokens inside the block: rounding could change decisions near the threshold."""
-        with self.preserve_state(), self.attention.skipping() if self.attention else nullcontext():
+        """Skip fixed tokens inside the block: rounding could change decisions near the threshold.
+
+        Tokens 5 and 10 (from 0) of each sequence skip, and no others up to 11, unless all tokens are equal.
+        """
+        # The threshold starts far below all similarities, so token 5 skips. Each step then adds `step_size` × (share of
+        # skipped tokens − `share`): the sum of these differences, and with it the threshold, is far above 0 until token
+        # 9, and far below 0 at token 10.
+        fixed = {"share": 0.1325, "step_size": 1e12, "warmup": 5, "initial": -1e9}
+        attention: Any = self.attention
+        with (
+            self.preserve_state(),
+            replaced(attention, rule=replace(attention.rule, **fixed)) if attention else nullcontext(),
+        ):
             yield
 
     @property
@@ -127,7 +158,7 @@ class TokenFilter(Intervention):
         return {label: dict(zip(("tokens", "skipped"), total.tolist(), strict=True)) for label, total in totals.items()}
 
     @property
-    def skipped(self) -> dict[str, Any]:
+    def skipped(self) -> dict[str, torch.Tensor]:
         """Decisions of the last pass, by layer, (rows, tokens)."""
         return self.attention.skipped if self.attention else {}
 
@@ -148,8 +179,7 @@ class TokenFilter(Intervention):
         """
         counts = self.counts
         tokens, skipped = (sum(count[name] for count in counts.values()) for name in ("tokens", "skipped"))
-        layers = len(self.layers(model_map)) / len(model_map.attention)
-        realised = skipped / tokens * layers if tokens else None
+        realised = skipped / tokens * len(self.layers(model_map)) / len(model_map.attention) if tokens else None
         if realised is not None and realised < self.ratio / 2:
             logger.warning(
                 "token_filter: %.1f%% of tokens × layers skipped attention instead of %.1f%%: texts may be too short "
@@ -166,3 +196,369 @@ class TokenFilter(Intervention):
             "tokens": tokens // max(1, len(counts)),
         }
         return {**super().report(model_map), "token_filter_skipped": statistics}
+
+
+# ---------------------------------------------------------------------- attention
+
+
+class FilteredAttention:
+    """Attention handler that decides which tokens skip; the other tokens attend.
+
+    Args:
+        rule: of all filtered layers.
+        shared: use one threshold for all sequences of a layer.
+        keep_skipped_kv: store the keys and values of skipped tokens, too.
+
+    Attributes:
+        is_applied: whether a model runs with it.
+        totals: by layer, tokens and skipped tokens so far, (2,).
+        skipped: by layer, decisions of the last pass, (rows, tokens).
+    """
+
+    def __init__(self, rule: Rule, shared: bool, keep_skipped_kv: bool) -> None:
+        self.rule, self.keep_skipped_kv, self.is_applied = rule, keep_skipped_kv, False
+        self.totals: dict[str, torch.Tensor] = {}
+        self.skipped: dict[str, torch.Tensor] = {}
+        self._shared_states: dict[str, torch.Tensor] | None = {} if shared else None  # by layer
+        self._caches: dict[str, FilteredCacheLayer | None] = {}  # of the running pass, by layer
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> FilteredAttention:
+        """Return itself: a copied cache keeps its filter."""
+        return self
+
+    @contextmanager
+    def preserve_state(self) -> Iterator[None]:
+        """Restore counters and shared thresholds after the block, in place: the engine's slots refer to them."""
+        records = (self.totals, self._shared_states or {})
+        before = [{label: tensor.clone() for label, tensor in record.items()} for record in records]
+        try:
+            yield
+        finally:
+            for record, earlier in zip((self.totals, self._shared_states or {}), before, strict=True):
+                for label in [*record]:
+                    if label in earlier:
+                        record[label].copy_(earlier[label])
+                    else:
+                        del record[label]
+
+    def attach(self, model_map: ModelMap, layers: Sequence[AttentionLayer], stack: ExitStack) -> None:
+        """Filter these layers until `stack` closes."""
+        intercept_attention(model_map, partial(self.handle, {layer.label for layer in layers}), stack)
+        self.is_applied = True
+        stack.callback(setattr, self, "is_applied", False)
+        for layer in layers:
+            hook = layer.module.register_forward_pre_hook(partial(self._find_cache, layer.label), with_kwargs=True)
+            stack.callback(hook.remove)
+            change_output(layer.module, partial(self._without_skipped, layer.label), stack)
+
+    def _find_cache(self, label: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._caches[label] = None
+        cache = next((value for value in (*args, *kwargs.values()) if isinstance(value, Cache)), None)
+        if cache is None:
+            return
+        while cache.layer_class_to_replicate is not None and len(cache.layers) <= module.layer_idx:
+            cache.layers.append(cache.layer_class_to_replicate())
+        layer: Any = cache.layers[module.layer_idx]
+        is_dynamic = type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) and not cache.offloading
+        if is_dynamic and not layer.get_seq_length():
+            layer = cache.layers[module.layer_idx] = FilteredCacheLayer(layer, self)
+        if not isinstance(layer, FilteredCacheLayer) or layer.owner is not self:
+            raise InputError(
+                "a token filter needs a new DynamicCache, not another kind or one that was filled without it"
+            )
+        layer.is_awaited = True
+        self._caches[label] = layer
+
+    def _without_skipped(self, label: str, output: torch.Tensor) -> torch.Tensor:
+        # the projection, or hooks on it, may have added a bias
+        return output.masked_fill(self.skipped[label][..., None], 0)
+
+    def handle(self, labels: set[str], call: AttentionCall, attend: Attend) -> Attended:
+        """Decide which new tokens skip, and compute the attention of the others; skipped tokens get zeros."""
+        label = call.layer.label
+        if label not in labels:
+            return attend(call)
+        if call.store is not None:
+            return self._attend_in_store(call, call.store, attend)
+        cache = self._caches.pop(label, None) or FilteredCacheLayer(DynamicLayer(), self)
+        if call.options.get("sliding_window") is None and cache.tokens + call.key.shape[2] > cache.window:
+            raise not_causal(call)  # a decode step may have no mask that shows it
+        cache.is_awaited, memory, valid = False, cache.begin(call.key, call.value), valid_tokens(call)
+        if self._shared_states is not None:
+            memory = replace(memory, states=self._shared_states.setdefault(label, fresh_states(1, call.key.device)))
+        absent = cache.store(call.key, call.value, valid, memory, self._totals(label, call.key.device))
+        self.skipped[label] = absent & valid
+        if valid.shape[1] == 1 and _uses_kernel(call, cache):
+            return _decode(call, cache, absent[:, 0]), None
+        rows = [(row, is_present.nonzero()[:, 0]) for row, is_present in enumerate(~absent)]
+        outputs = [(row, chosen, _attend_row(call, attend, cache, row, chosen)) for row, chosen in rows if len(chosen)]
+        shape = (*valid.shape, call.query.shape[1], call.value.shape[-1])
+        out = (outputs[0][2] if outputs else call.value).new_zeros(shape)  # has autocast's dtype, too
+        for row, chosen, output in outputs:
+            out[row, chosen] = output
+        return out, None
+
+    def _attend_in_store(self, call: AttentionCall, store: Store, attend: Attend) -> Attended:
+        totals = self._totals(call.layer.label, call.key.device)
+        memory = store.state(call, self, lambda: SlotMemory.fresh_slots(store.count, call, totals))
+        decisions, start = [], 0
+        for count, sequences in groupby(zip(store.packed.slots, store.packed.counts, strict=True), key=itemgetter(1)):
+            slots = torch.tensor([slot for slot, _ in sequences], device=call.key.device)
+            tokens = slice(start, start + len(slots) * count)
+            key, value = (x[0, :, tokens].unflatten(1, (-1, count)).transpose(0, 1) for x in (call.key, call.value))
+            rows, valid = memory.rows(slots), torch.ones(len(slots), count, dtype=torch.bool, device=slots.device)
+            decisions.append(kernels.decide(key, value, valid, rows, self.rule).flatten())
+            memory.write(slots, rows)
+            start = tokens.stop
+        skipped = torch.cat(decisions)
+        totals += torch.stack([torch.ones_like(skipped).sum(), skipped.sum()])
+        self.skipped[call.layer.label] = skipped[None]
+        query_mask = _and(~skipped, call.stored_mask if call.query_mask is None else call.query_mask)
+        stored_mask = call.stored_mask if self.keep_skipped_kv else _and(~skipped, call.stored_mask)
+        return attend(replace(call, stored_mask=stored_mask, query_mask=query_mask))
+
+    @torch.inference_mode(False)  # an inference tensor could not be updated outside of inference mode
+    def _totals(self, label: str, device: torch.device) -> torch.Tensor:
+        if label not in self.totals:
+            self.totals[label] = torch.zeros(2, dtype=torch.long, device=device)
+        return self.totals[label]
+
+
+def _and(condition: torch.Tensor, other: torch.Tensor | None) -> torch.Tensor:
+    return condition if other is None else condition & other
+
+
+def _attend_row(
+    call: AttentionCall, attend: Attend, cache: FilteredCacheLayer, row: int, chosen: torch.Tensor
+) -> torch.Tensor:
+    """Compute the attention of chosen tokens of a row over its stored tokens, (chosen tokens, heads, width)."""
+    length, tokens, window = int(cache.lengths[row]), call.query.shape[2], call.options.get("sliding_window")
+    query = call.query[row : row + 1, :, chosen]
+    key, value = cache.keys[row : row + 1, :, :length], cache.values[row : row + 1, :, :length]
+    is_last = len(chosen) == 1 and int(chosen[0]) + 1 == tokens  # attends to all stored tokens
+    is_causal = len(chosen) == length and not _is_eager(call)  # queries and keys match: sdpa applies a causal mask
+    mask = None
+    if window is not None or not (is_last or is_causal):
+        positions, query_positions = cache.positions[row, :length], chosen[:, None] + (cache.tokens - tokens)
+        hidden = positions > query_positions
+        if window is not None:
+            hidden |= positions <= query_positions - window
+        mask = additive_mask(hidden, query.dtype)[None, None]
+    return attend(replace(call, query=query, key=key, value=value, mask=mask))[0][0]
+
+
+def _uses_kernel(call: AttentionCall, cache: FilteredCacheLayer) -> bool:
+    """Return whether the decode kernel runs here, and implements all options of a call."""
+    if not on_device(call.query):
+        return False
+    options = {name for name, value in call.options.items() if value is not None and value is not False}
+    options -= {"dropout"} if call.options.get("dropout") == 0 else set()
+    tensors = call.query, cache.keys, cache.values
+    obstacles = unsupported_types(*tensors), needs_gradients(*tensors), too_wide(*(x.shape[-1] for x in tensors))
+    return options <= KERNEL_OPTIONS and use_kernel("decode attention", call.query, *obstacles)
+
+
+def _decode(call: AttentionCall, cache: FilteredCacheLayer, absent: torch.Tensor) -> torch.Tensor:
+    from lmeval_prune.kernels import decode_attention_triton
+
+    scaling = call.options.get("scaling")
+    with launch_on(call.query):
+        return decode_attention_triton.decode(
+            call.query[:, :, 0],
+            cache.keys,
+            cache.values,
+            cache.lengths,
+            call.query.shape[-1] ** -0.5 if scaling is None else scaling,
+            skipped=absent,
+            window=call.options.get("sliding_window"),
+            positions=cache.positions,
+            softcap=call.options.get("softcap") if _is_eager(call) else None,  # sdpa ignores it in other layers, too
+        )[:, None]
+
+
+def _is_eager(call: AttentionCall) -> bool:
+    config = getattr(call.module, "config", None)
+    return str(config and config._attn_implementation).endswith("eager")
+
+
+# ---------------------------------------------------------------------- memory of the engine's slots, and caches
+
+
+@dataclass
+class SlotMemory(Memory):
+    """Memory of the sequences in a store's slots; a `SlotState`."""
+
+    totals: torch.Tensor  # tokens and skipped tokens of the layer so far, (2,); updated in place
+
+    @classmethod
+    def fresh_slots(cls, slots: int, call: AttentionCall, totals: torch.Tensor) -> SlotMemory:
+        """Return the memory of new sequences."""
+        started, anchor_key, anchor_value, states = Memory.fresh(slots, call.key, call.value).tensors
+        return cls(started, anchor_key, anchor_value, states, totals)
+
+    def begin(self, slots: Sequence[int]) -> None:
+        """Reset slots."""
+        rows = list(slots)
+        for tensor in self.tensors:
+            tensor[rows] = 0
+        self.states[rows, THRESHOLD] = 1
+
+    def move(self, source: int, target: int) -> None:
+        """Copy a sequence to another slot."""
+        self.write(target, self.snapshot(source))
+
+    def snapshot(self, slot: int) -> Memory:
+        """Return a copy of a sequence's memory."""
+        return Memory(*(tensor[slot].clone() for tensor in self.tensors))
+
+    def restore(self, slot: int, state: Memory) -> None:
+        """Continue a slot from a snapshot, and count its tokens again."""
+        self.write(slot, state)
+        self.totals += state.states[[COUNT, SKIPPED]].long()
+
+
+class FilteredCacheLayer(CacheLayerMixin):
+    """A layer of a `DynamicCache` that does not store every token.
+
+    Each row stores its tokens without gaps, with their positions in the text, so rows have different lengths. Keys are
+    rotated before they are stored, so rotary positions are those of the text. `update` returns the new tokens only; the
+    filter stores tokens when attention is called.
+
+    Attributes:
+        replaced: the replaced cache layer, which determines the length of masks.
+        owner: the filter that fills the cache.
+        is_awaited: whether the filter will store the tokens of the next `update`.
+        memory: anchors and thresholds of the rows; None before the first token.
+        keys, values: (rows, key-value heads, capacity, width).
+        positions: text positions of stored tokens, including padding, (rows, capacity).
+        lengths: number of stored tokens of each row, (rows,).
+        tokens: length of the text so far, including padding.
+        window: largest number of tokens that a mask of the replaced layer lets a token attend to.
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+
+    def __init__(self, replaced: Any, owner: Any) -> None:
+        super().__init__()
+        self.replaced, self.owner, self.is_sliding = replaced, owner, replaced.is_sliding
+        self.window = replaced.sliding_window if isinstance(replaced, DynamicSlidingWindowLayer) else math.inf
+        self.is_awaited = False
+        self.memory: Memory | None = None
+        self.tokens = self.longest = 0  # `longest`: upper bound of `lengths`, known without waiting for the device
+
+    def begin(self, key: torch.Tensor, value: torch.Tensor) -> Memory:
+        """Return the rows' memory; before the first tokens, create it and the storage.
+
+        Called at attention, not at `update`, which gets latents in some families.
+        """
+        if self.memory is None:
+            rows, heads = key.shape[:2]
+            self.keys, self.values = (x.new_empty(rows, heads, 0, x.shape[-1]) for x in (key, value))
+            self.positions = torch.zeros(rows, 0, dtype=torch.long, device=key.device)
+            self.lengths = torch.zeros(rows, dtype=torch.int32, device=key.device)
+            self.memory = Memory.fresh(rows, key, value)
+        return self.memory
+
+    def store(
+        self, key: torch.Tensor, value: torch.Tensor, valid: torch.Tensor, memory: Memory, totals: torch.Tensor
+    ) -> torch.Tensor:
+        """Decide about new tokens, and store those that later tokens attend to.
+
+        `key` and `value` are (rows, key-value heads, tokens, width), `valid` is (rows, tokens), false for padding.
+        Updates `memory` and `totals`, (2,). Returns (rows, tokens), true for skipped tokens and padding.
+        """
+        rule: Rule = self.owner.rule
+        if valid.shape[1] == 1:
+            self._reserve(1)
+            absent = kernels.decide_and_store(
+                key,
+                value,
+                valid,
+                memory,
+                rule,
+                store=(self.keys, self.values, self.positions, self.lengths, totals),
+                position=self.tokens,
+                keep_skipped=self.owner.keep_skipped_kv,
+            )
+        else:
+            skipped = kernels.decide(key, value, valid, memory, rule)
+            totals += torch.stack([valid.sum(), skipped.sum()])
+            absent = skipped | ~valid
+            is_stored = valid if self.owner.keep_skipped_kv else ~absent
+            rows, tokens = is_stored.nonzero(as_tuple=True)
+            offsets = (is_stored.cumsum(1) - 1 + self.lengths[:, None])[rows, tokens]
+            self.lengths = self.lengths + is_stored.sum(1, dtype=torch.int32)
+            self.longest = 0
+            self._reserve(int(self.lengths.max()))
+            self.keys[rows, :, offsets] = key[rows, :, tokens]
+            self.values[rows, :, offsets] = value[rows, :, tokens]
+            self.positions[rows, offsets] = tokens + self.tokens
+        self.tokens += valid.shape[1]
+        return absent
+
+    def _reserve(self, tokens: int) -> None:
+        """Make room for this many tokens per row; wait for the device only if the room may be exhausted."""
+        capacity = self.positions.shape[1]
+        if self.longest and self.longest + tokens > capacity:
+            self.longest = int(self.lengths.max())
+        self.longest += tokens
+        if self.longest > capacity:  # exact for a prompt, later by a sixteenth
+            extra = -(-max(self.longest, capacity + capacity // 16) // BLOCK) * BLOCK - capacity
+            self.keys, self.values = pad(self.keys, (0, 0, 0, extra)), pad(self.values, (0, 0, 0, extra))
+            self.positions = pad(self.positions, (0, extra))
+
+    # ------------------------------------------------------------------ transformers' interface
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Record dtype and device."""
+        self.dtype, self.device, self.is_initialized = key_states.dtype, key_states.device, True
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the new tokens unchanged; refuse them if the filter is not applied any more."""
+        if not self.is_awaited or not self.owner.is_applied:
+            raise InputError("this cache was filled under a token filter that is not applied now; begin a new one")
+        self.lazy_initialization(key_states, value_states)
+        return key_states, value_states
+
+    def get_seq_length(self) -> int:
+        """Return the length of the text so far, including skipped tokens and padding."""
+        return self.tokens
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Return the mask sizes of the replaced layer."""
+        if not isinstance(self.replaced, DynamicSlidingWindowLayer):
+            return self.tokens + query_length, 0
+        self.replaced.cumulative_length = self.tokens
+        return self.replaced.get_mask_sizes(query_length)
+
+    def get_max_length(self) -> int:
+        """Return the maximum length of the replaced layer."""
+        return int(self.replaced.get_max_length())
+
+    def reset(self) -> None:
+        """Remove all tokens."""
+        self.memory, self.tokens, self.longest, self.is_initialized = None, 0, 0, False
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        """Select the rows of the beams that continue."""
+        self.batch_select_indices(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each row."""
+        if self.memory:
+            self.batch_select_indices(torch.arange(len(self.lengths)).repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Select rows, possibly several times."""
+        if self.memory:
+            rows = indices.to(self.keys.device)
+            self.keys, self.values, self.positions = self.keys[rows], self.values[rows], self.positions[rows]
+            self.lengths, self.memory = self.lengths[rows], self.memory.rows(rows)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Refuse to remove tokens: thresholds cannot be rolled back."""
+        if tokens_to_remove:
+            raise InputError("a token filter cannot take tokens back; leave out assisted decoding and prompt lookup")

@@ -40,7 +40,7 @@ from lmeval_prune.decoding.sampling import RefuseNaN
 from lmeval_prune.decoding.stopping import Stopping
 from lmeval_prune.errors import InputError, print_input_errors
 from lmeval_prune.interventions import METHODS, interventions_on
-from lmeval_prune.interventions.base import preserve_state
+from lmeval_prune.interventions.applied import preserve_state
 from lmeval_prune.models.answer_store import AnswerStore
 from lmeval_prune.models.answering import Answering
 from lmeval_prune.models.arguments import Arguments, hf_arguments

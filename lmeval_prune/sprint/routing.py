@@ -9,7 +9,7 @@ from typing import Any
 from lmeval_prune.architectures import Head, ModelMap
 from lmeval_prune.artefacts import digest
 from lmeval_prune.errors import InputError, brief
-from lmeval_prune.interventions.base import check_weights
+from lmeval_prune.interventions.table import check_weights
 from lmeval_prune.models.arguments import Arguments
 from lmeval_prune.models.attempts import DENSE, attempt_order
 from lmeval_prune.models.head_router import POLICIES, HeadRouter

@@ -33,9 +33,8 @@ from lmeval_prune.checkpoints.pruned import PLAN, check_folder, manifest_of, sav
 from lmeval_prune.checkpoints.skeleton import check_unquantised, skeleton_of, with_weights
 from lmeval_prune.checkpoints.tokenizer import tokenizer_of
 from lmeval_prune.errors import InputError, first_line
-from lmeval_prune.interventions.compensation import find_projection
 from lmeval_prune.interventions.head_mask import HeadMask
-from lmeval_prune.interventions.plan import Plan
+from lmeval_prune.interventions.plan import Plan, find_projection
 from lmeval_prune.profiling.costs import parameters
 from lmeval_prune.surgery.card import write_checkpoint_card
 from lmeval_prune.surgery.depth import is_inside, why_different

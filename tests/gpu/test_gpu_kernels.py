@@ -12,8 +12,8 @@ import torch
 
 pytest.importorskip("triton", reason='kernels need triton (pip install -e ".[kernels]")')
 
-from lmeval_prune.kernels import dispatch
-from lmeval_prune.kernels.decode_attention import naive, ops
+from lmeval_prune.kernels import decode_attention_triton as attention
+from tests import literal_decode
 
 pytestmark = [
     pytest.mark.gpu,
@@ -44,27 +44,18 @@ def arguments(shape: tuple[int, int, int], dtype: torch.dtype) -> dict[str, Any]
     }
 
 
-def doubles(step: dict[str, Any]) -> dict[str, Any]:
-    return {name: step[name].double() if name in ("query", "keys", "values") else step[name] for name in step}
-
-
 @pytest.mark.parametrize("options", [{}, {"window": 100}, {"softcap": 2.0, "splits": 4}, {"splits": 1}], ids=str)
 @pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_a_steps_attention_is_the_one_in_pytorch(shape: str, dtype: torch.dtype, options: dict[str, Any]) -> None:
+def test_a_steps_attention_is_the_literal_one(shape: str, dtype: torch.dtype, options: dict[str, Any]) -> None:
     step = arguments(SHAPES[shape], dtype)
-    dispatch.DISPATCHED.clear()
-    actual = ops.decode(**step, **options)
-    assert set(dispatch.DISPATCHED) == {"decode attention: triton"}
     limits = {name: value for name, value in options.items() if name != "splits"}
-    assert relative_error(actual, naive.decode(**doubles(step), **limits)) < TOLERANCES[dtype]
+    expected, _ = literal_decode.decode(**step, **limits)
+    assert relative_error(attention.decode(**step, **options), expected) < TOLERANCES[dtype]
 
 
-def test_every_configuration_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    from lmeval_prune.kernels.decode_attention import triton
-
+def test_every_configuration_gives_the_same() -> None:
     step = arguments(SHAPES["smollm2"], torch.float32)
-    expected = naive.decode(**doubles(step))
-    for config in (*triton.DOT_CONFIGS, *triton.SUM_CONFIGS):
-        monkeypatch.setattr(triton, "_configuration", lambda *_, config=config: config)
-        assert relative_error(ops.decode(**step), expected) < 1e-5, config
+    expected, _ = literal_decode.decode(**step)
+    for config in (*attention.DOT_CONFIGS, *attention.SUM_CONFIGS):
+        assert relative_error(attention.decode(**step, config=config), expected) < 1e-5, config

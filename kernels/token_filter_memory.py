@@ -1,4 +1,4 @@
-"""Settings of a filtered layer, and its memory of sequences; `naive.State` is the same memory for one sequence."""
+"""Settings of a filtered layer, and its memory of sequences."""
 
 from __future__ import annotations
 

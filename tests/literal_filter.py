@@ -13,7 +13,7 @@ from statistics import NormalDist
 
 import torch
 
-from lmeval_prune.kernels.token_filter.state import Rule
+from lmeval_prune.kernels.token_filter_memory import Rule
 
 
 @dataclass

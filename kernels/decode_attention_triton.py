@@ -1,4 +1,4 @@
-"""Attention of one token per row over its stored keys. Formulas: `naive`.
+"""Attention of one token per row over its stored keys.
 
     out = Σ_j softmax_j(scaling · q · k_j) v_j,    j < length, position_j > position_last − window
 
@@ -191,7 +191,25 @@ def decode(
     splits: int | None = None,
     config: triton.Config | None = None,
 ) -> torch.Tensor:
-    """Launch the kernels, in the fastest configuration or `config`; other arguments as in `ops.decode`."""
+    """Compute the attention of one token per row over the stored tokens, the last of which is itself.
+
+    Shapes are not checked: a kernel would read other rows' memory.
+
+    Args:
+        query: (rows, heads, width).
+        keys, values: (rows, key-value heads, capacity, width), without gaps; only a row's length is read.
+        lengths: number of stored tokens of each row, (rows,).
+        scaling: factor of the scores.
+        skipped: true if a row's token does not attend, (rows,).
+        window: number of text tokens that a token attends to, including itself; None: all.
+        positions: text positions of the stored tokens, increasing, (rows, capacity); None: a token's offset.
+        softcap: bound of the scores.
+        splits: number of programs that share a row's keys, a power of two; None: enough to fill the device.
+        config: None: the fastest.
+
+    Returns:
+        (rows, heads, width of values); zero for rows that are skipped or empty.
+    """
     query, keys, values = (_contiguous_vectors(tensor) for tensor in (query, keys, values))
     positions = None if positions is None else _contiguous_vectors(positions)
     (rows, heads, width), (kv_heads, capacity, width_v) = query.shape, values.shape[1:]

@@ -1,4 +1,4 @@
-"""Token Filtering's decisions on a CPU: loops over tokens with the formulas of `naive`, compiled by numba."""
+"""Token Filtering's decisions on a CPU: loops over tokens, compiled by numba."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from lmeval_prune.kernels.compilation import njit
-from lmeval_prune.kernels.token_filter.state import COUNT, DEVIATIONS, MEAN, SCORED, SKIPPED, THRESHOLD
+from lmeval_prune.kernels.token_filter_memory import COUNT, DEVIATIONS, MEAN, SCORED, SKIPPED, THRESHOLD
 
 
 @njit()
@@ -58,7 +58,7 @@ def similarities(
     kind: int,
     as_printed: bool,
 ) -> Any:
-    """Return `parallel.similarities`, computed on float64 arrays."""
+    """Return `token_filter.similarities`, computed on float64 arrays."""
     rows, heads, tokens, _ = key.shape
     scores = np.full((rows, tokens), np.nan)
     for row in range(rows):

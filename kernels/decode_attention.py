@@ -1,4 +1,4 @@
-"""Attention of one token per row on a CPU, compiled by numba: each key and value is read once. Formulas: `naive`."""
+"""Attention of one token per row on a CPU, compiled by numba: each key and value is read once."""
 
 from __future__ import annotations
 

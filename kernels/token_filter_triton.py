@@ -1,4 +1,4 @@
-"""Token Filtering's decode step on a GPU, in one launch. Formulas: `naive`.
+"""Token Filtering's decode step on a GPU, in one launch.
 
 A program handles one row, or the whole batch if all rows share one state. There are no tiles to tune; the number of
 warps follows from the size of a row.
@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from lmeval_prune.kernels.token_filter.state import COLUMNS, Memory
+from lmeval_prune.kernels.token_filter_memory import COLUMNS, Memory
 
 _COLUMNS = tl.constexpr(COLUMNS)
 _INFINITY = tl.constexpr(float("inf"))
@@ -19,7 +19,7 @@ _INFINITY = tl.constexpr(float("inf"))
 @triton.jit
 def _threshold_step(
     score, is_token, has_score, threshold, count, skipped, scored, mean, deviations, share, step_size, warmup, quantile
-):  # `compiled.thresholds` without branches
+):  # `token_filter_compiled.thresholds` without branches
     skip = has_score & (count >= warmup) & (score > threshold)
     is_scored = has_score & (count < warmup)
     deviation = score - mean
@@ -186,7 +186,7 @@ def decide(
     position: int = 0,
     keep_skipped: bool = False,
 ) -> torch.Tensor:
-    """Launch one decode step; arguments as in `ops.decide_and_store`, with the rule's numbers on the device."""
+    """Launch one decode step; arguments as in `token_filter.decide_and_store`, with the rule as a tensor."""
     # the kernel computes their addresses from shapes alone
     assert all(tensor.is_contiguous() for tensor in (*memory.tensors, *(store or ())))
     rows, heads, _, width = key.shape

@@ -1,1 +1,0 @@
-"""Attention of one new token per row over the stored keys and values of its slot."""

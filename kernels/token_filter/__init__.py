@@ -1,1 +1,0 @@
-"""Token Filtering: decide which tokens skip the attention of a layer."""

@@ -15,8 +15,8 @@ from torch import nn
 from transformers import AutoModel, AutoModelForCausalLM, LlamaForCausalLM
 
 from lmeval_prune import HeadMask, InputError, Plan, load_pretrained, map_model
-from lmeval_prune.architectures.sublayer_names import block_names, compact_names
-from lmeval_prune.architectures.sublayers import ATTENTION, FEED_FORWARD
+from lmeval_prune.architectures.blocks import ATTENTION, FEED_FORWARD
+from lmeval_prune.architectures.names import block_names, compact_names
 from lmeval_prune.checkpoints.pruned import checkpoint_columns, read_manifest, removal_summary, removed_blocks
 from lmeval_prune.decoding import Engine, Request, SamplingParams
 from lmeval_prune.interventions.base import combined

@@ -21,7 +21,7 @@ from transformers.utils import cached_file
 from typing_extensions import TypedDict
 
 from lmeval_prune.architectures import weights_fingerprint
-from lmeval_prune.architectures.sublayer_names import compact_names
+from lmeval_prune.architectures.names import compact_names
 from lmeval_prune.artefacts import (
     TEMPORARY_PREFIX,
     content_digest,

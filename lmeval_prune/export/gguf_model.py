@@ -27,8 +27,7 @@ from gguf.quants import quantize
 from torch import Tensor
 
 from lmeval_prune.architectures import ModelMap, map_model, text_config
-from lmeval_prune.architectures.blocks import is_absent
-from lmeval_prune.architectures.layers import layers_in
+from lmeval_prune.architectures.blocks import is_absent, layers_in
 from lmeval_prune.artefacts import check_writable, new_file
 from lmeval_prune.checkpoints.pruned import is_trained, manifest_of
 from lmeval_prune.checkpoints.skeleton import check_unquantised, skeleton_of, with_weights

@@ -26,8 +26,7 @@ from lmeval_prune.architectures import (
     uncuttable,
     weights_fingerprint,
 )
-from lmeval_prune.architectures.blocks import columns_of, is_transposed
-from lmeval_prune.architectures.layers import layers_in
+from lmeval_prune.architectures.blocks import columns_of, is_transposed, layers_in
 from lmeval_prune.artefacts import check_writable
 from lmeval_prune.checkpoints.pruned import PLAN, check_folder, manifest_of, save_checkpoint
 from lmeval_prune.checkpoints.skeleton import check_unquantised, skeleton_of, with_weights

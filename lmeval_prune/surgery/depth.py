@@ -17,9 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from lmeval_prune.architectures import ModelMap, cache_argument, input_device
-from lmeval_prune.architectures.blocks import AttentionLayer, FeedForward, find_in, is_absent
+from lmeval_prune.architectures.blocks import AttentionLayer, FeedForward, Sublayer, find_in, is_absent
 from lmeval_prune.architectures.precision import exact_products
-from lmeval_prune.architectures.sublayers import Sublayer
 from lmeval_prune.errors import first_line
 
 Outputs = list[Any]  # arguments of `Absent`: sources of outputs, and whether they are a tuple

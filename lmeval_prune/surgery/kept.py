@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from lmeval_prune.architectures import AttentionLayer, FeedForward, ModelMap
-from lmeval_prune.architectures.sublayers import ATTENTION, Sublayer
+from lmeval_prune.architectures.blocks import ATTENTION, Sublayer
 from lmeval_prune.errors import InputError
 from lmeval_prune.interventions.plan import Plan
 from lmeval_prune.surgery.depth import Depth, depth_of

@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from transformers.initialization import no_init_weights
 
 from lmeval_prune.architectures import AttentionLayer
-from lmeval_prune.architectures.blocks import attribute_of, in_features
-from lmeval_prune.architectures.layers import layers_in, read_blocks
+from lmeval_prune.architectures.blocks import attribute_of, in_features, layers_in, read_blocks
 from lmeval_prune.checkpoints.loading import PREFIX, has_pruned_layers, pruned_class, stock_class
 from lmeval_prune.checkpoints.modeling_pruned import LAYER_NUMBERS
 from lmeval_prune.errors import InputError

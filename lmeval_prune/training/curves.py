@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lmeval_prune.architectures.sublayer_names import compact_names
+from lmeval_prune.architectures.names import compact_names
 from lmeval_prune.reporting.plot_style import COLOURS, figure, save
 
 ACCURACY = "eval_accuracy"

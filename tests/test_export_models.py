@@ -22,8 +22,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrained
 from lmeval_prune import InputError, cut, map_model
 from lmeval_prune.checkpoints.pruned import read_manifest
 from lmeval_prune.cli import main
-from lmeval_prune.export.gguf_model import write_gguf_model
-from lmeval_prune.export.gguf_tokenizer import check_tokenizer
+from lmeval_prune.export.gguf import check_tokenizer, write_gguf_model
 from lmeval_prune.interventions.plan import Plan
 from tests.conftest import ROOT
 from tests.tiny_models import SEQ2SEQ, implementations, output, stored, tiny, tokens

@@ -1,4 +1,4 @@
-"""Parse names of heads and blocks, counted from zero: `L5H3` is head 3 of layer 5, `L5.attention` its attention block."""
+"""Parse names, counted from zero: `L5H3` is head 3 of layer 5, `L5.attention` its attention block, `L5` all blocks."""
 
 from __future__ import annotations
 
@@ -103,14 +103,13 @@ def _numbers(text: str) -> range:
 
 def block_names(blocks: Any) -> tuple[str, ...]:
     """Split a user's text or list into names of blocks (`L5`, `L5-7`, `L5.attention`) without duplicates."""
-    names = []
-    for name in (
-        part.strip() for item in ([blocks] if isinstance(blocks, str) else blocks) for part in item.split("+")
-    ):
+    items, names = [blocks] if isinstance(blocks, str) else blocks, []
+    for name in (part.strip() for item in items for part in item.split("+")):
         match = _BLOCK.fullmatch(name)
         if not match or not _numbers(match["layer"]):
             raise InputError(
-                f"block {name[:60]!r} cannot be read; write blocks as L5, L5-7, L5.attention or L5.feed_forward, joined by +"
+                f"block {name[:60]!r} cannot be read; write blocks as L5, L5-7, L5.attention or L5.feed_forward, "
+                f"joined by +"
             )
         kind = (match["kind"] or "").lower()
         names.append(f"{label_of((match['stack'] or '').lower(), match['layer'])}{'.' * bool(kind)}{kind}")

@@ -291,9 +291,10 @@ def refute(model: Any, family: Family, layers: int) -> tuple[str, str]:
     logging.set_verbosity_error()  # warnings about the sizes of the tiny model would be taken for the user's model
     try:
         model_class, config = _text_class(model)
-        values = json.dumps(tiny_config(config, layers), sort_keys=True)
+        config_class: Any = type(config)
         with torch.device("cpu"):
-            return _refute(model_class, type(config), values, family)
+            values = json.dumps(tiny_config(config, layers), sort_keys=True)
+            return _refute(model_class, config_class, values, family)
     except Exception as error:  # model classes raise errors of any type
         return f"no tiny model of its class can be built and run to prove its heads ({first_line(error)})", ""
     finally:

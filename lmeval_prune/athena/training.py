@@ -20,7 +20,7 @@ from lmeval_prune.athena.data import GroundedProblem, ProblemSplit
 from lmeval_prune.athena.model import Athena, AthenaOutput
 from lmeval_prune.athena.options import TrainOptions
 from lmeval_prune.athena.solving import answers
-from lmeval_prune.checkpoints.identity import checkpoint_identity, configuration_digests
+from lmeval_prune.checkpoints.loading import checkpoint_identity, configuration_digests
 from lmeval_prune.reporting.plot_style import COLOURS
 from lmeval_prune.training.curves import ACCURACY, draw
 from lmeval_prune.training.resuming import (

@@ -18,9 +18,8 @@ from typing_extensions import override
 from lmeval_prune.architectures import position_limit, takes_logits_to_keep
 from lmeval_prune.artefacts import digest
 from lmeval_prune.checkpoints import embedded
-from lmeval_prune.checkpoints.loading import load_pretrained
+from lmeval_prune.checkpoints.loading import load_pretrained, skeleton_of
 from lmeval_prune.checkpoints.pruned import read_manifest, save_checkpoint
-from lmeval_prune.checkpoints.skeleton import skeleton_of
 from lmeval_prune.distance import tokens
 from lmeval_prune.distance.summary import cells
 from lmeval_prune.distillation.common_prefix import LENGTH, common_prefix

@@ -26,10 +26,9 @@ from lmeval_prune.architectures import AttentionLayer, map_model
 from lmeval_prune.architectures.blocks import columns_of, is_transposed, weight_of
 from lmeval_prune.artefacts import content_digest, digest, new_folder, output_lock, write_artefact, write_bytes
 from lmeval_prune.checkpoints import embedded
-from lmeval_prune.checkpoints.identity import checkpoint_identity
-from lmeval_prune.checkpoints.skeleton import is_quantised, skeleton_of, with_weights
+from lmeval_prune.checkpoints.loading import checkpoint_identity, is_quantised, skeleton_of, with_weights
 from lmeval_prune.errors import InputError
-from lmeval_prune.export.gguf_model import GGUF_TYPES, SERVER_DTYPES, add_tensor, gguf_architecture, write_gguf
+from lmeval_prune.export.gguf import GGUF_TYPES, SERVER_DTYPES, add_tensor, gguf_architecture, write_gguf
 from lmeval_prune.export.manifest import MANIFEST, SCHEMA, VERSION, adapter_name, read_adapter
 from lmeval_prune.interventions.compensation import tensors_digest
 from lmeval_prune.interventions.head_mask import HeadMask

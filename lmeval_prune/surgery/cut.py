@@ -165,7 +165,7 @@ def identity_of(model_map: ModelMap) -> dict[str, Any]:
 
 def _cut_fitted(model_map: ModelMap, plan: Plan, keep_shapes: bool) -> Cut:
     kept, reason = Kept.of(model_map, plan, keep_shapes), ""
-    tensors = _kept_tensors(model_map, plan, kept)
+    tensors, family = _kept_tensors(model_map, plan, kept), model_map.attention[0].family
     with torch.random.fork_rng(devices=[]):  # building a class draws random weights, which are then replaced
         for smaller, about_class in models_with(tensors, kept):
             note, reason = about_class, kept.why_different(smaller)  # compared if blocks are removed
@@ -176,41 +176,14 @@ def _cut_fitted(model_map: ModelMap, plan: Plan, keep_shapes: bool) -> Cut:
             f"this {model_map.model_type} model without these blocks {reason}; keep its first layer, or evaluate the "
             f"plan by plan=FILE"
         )
-    stage = _stage(plan, kept, [note] if note else [], keep_shapes)
-    stage["parameters"] = {"before": list(parameters(model_map.model)), "after": list(parameters(smaller))}
-    if kept.absent or kept.layers:  # layers have new numbers if the class has fewer
-        family = model_map.attention[0].family
-        staying = [x.label for x in layers_in(model_map.model, family) if x.name not in kept.layers]
-        after = [x.label for x in layers_in(smaller, family)]
-        stage["kept_layers"] = dict(zip(after if len(after) == len(staying) else staying, staying, strict=True))
-    model = model_map.model
-    earlier = {} if hasattr(model, _STAGES) else manifest_of(model) or {}
-    stages = [*getattr(model, _STAGES, earlier.get("stages", [])), stage]
-    stored_questions = {name: earlier[name] for name in ("trained_on", "validated_on") if name in earlier}
-    questions = getattr(model, _QUESTIONS, stored_questions)
-    setattr(smaller, _STAGES, stages)
-    setattr(smaller, _QUESTIONS, questions)
-    manifest = {
-        "class": type(smaller).__name__,
-        "weights": loadable_fingerprints(smaller, weights_fingerprint(smaller)),
-        "notes": stage["notes"],
-        "about_class": note,
-        "stages": stages,
-        **questions,
-    }
-    return Cut(smaller, manifest, plan, model_map)
-
-
-def _stage(plan: Plan, kept: Kept, notes: list[str], keep_shapes: bool) -> dict[str, Any]:
-    model_map = kept.model_map
+    notes = [note] if note else []
     fillers = {heads.layer.label: list(heads.fillers) for heads in kept.heads if heads.fillers}
     count = sum(map(len, fillers.values()))
     if keep_shapes:
-        whole, channels = len(kept.zeroed_outputs), sum(map(len, kept.zeroed.values()))
-        stay = f"{count} heads, {channels} channels and {whole} blocks"
-        notes = [*notes, f"{stay} stay with zero weights: nothing is removed"]
+        stay = f"{count} heads, {sum(map(len, kept.zeroed.values()))} channels and {len(kept.zeroed_outputs)} blocks"
+        notes.append(f"{stay} stay with zero weights: nothing is removed")
     elif fillers:
-        notes = [*notes, f"{count} pruned heads stay as zeroed fillers, so that groups are equal: they are not removed"]
+        notes.append(f"{count} pruned heads stay as zeroed fillers, so that groups are equal: they are not removed")
     removed = {
         "heads": model_map.total_heads - sum(len(heads.heads) for heads in kept.heads),
         "heads_total": model_map.total_heads,
@@ -221,14 +194,28 @@ def _stage(plan: Plan, kept: Kept, notes: list[str], keep_shapes: bool) -> dict[
     }
     if kept.removed:
         removed |= {"blocks": len(kept.removed), "layers": len(kept.layers)}
-    return {
+    stage = {
         "parent": identity_of(model_map),
         "removed_blocks": list(kept.removed),
         "plan": {**plan.settings(), "made": dict(plan.provenance)},
         "removed": removed,
         "kept_heads": {heads.layer.label: list(heads.heads) for heads in kept.heads},
         "notes": notes,
+        "parameters": {"before": list(parameters(model_map.model)), "after": list(parameters(smaller))},
     }
+    if kept.absent or kept.layers:  # layers have new numbers if the class has fewer
+        staying = [x.label for x in layers_in(model_map.model, family) if x.name not in kept.layers]
+        after = [x.label for x in layers_in(smaller, family)]
+        stage["kept_layers"] = dict(zip(after if len(after) == len(staying) else staying, staying, strict=True))
+    earlier = {} if hasattr(model_map.model, _STAGES) else manifest_of(model_map.model) or {}
+    stages = [*getattr(model_map.model, _STAGES, earlier.get("stages", [])), stage]
+    stored_questions = {name: earlier[name] for name in ("trained_on", "validated_on") if name in earlier}
+    questions = getattr(model_map.model, _QUESTIONS, stored_questions)
+    setattr(smaller, _STAGES, stages)
+    setattr(smaller, _QUESTIONS, questions)
+    weights = loadable_fingerprints(smaller, weights_fingerprint(smaller))
+    about = {"class": type(smaller).__name__, "weights": weights, "notes": notes, "about_class": note}
+    return Cut(smaller, {**about, "stages": stages, **questions}, plan, model_map)
 
 
 def _kept_tensors(model_map: ModelMap, plan: Plan, kept: Kept) -> dict[str, Tensor]:
@@ -245,14 +232,14 @@ def _kept_tensors(model_map: ModelMap, plan: Plan, kept: Kept) -> dict[str, Tens
         keep(f"{names[module]}.weight", numbers, int(is_transposed(module)))
         keep(f"{names[module]}.bias", numbers, 0)
 
-    def keep_columns(module: nn.Module, numbers: Sequence[int]) -> None:
-        keep(f"{names[module]}.weight", numbers, int(not is_transposed(module)))
-
-    def zero_columns(module: nn.Module, numbers: Sequence[int]) -> None:
-        if numbers:
-            name = f"{names[module]}.weight"
-            index = torch.tensor(numbers, device=tensors[name].device)
-            tensors[name] = tensors[name].index_fill(int(not is_transposed(module)), index, 0)
+    def keep_columns(module: nn.Module, numbers: Sequence[int], zeroed: Sequence[int]) -> None:
+        """Keep columns, and zero some of those that stay, by their new numbers."""
+        name, axis = f"{names[module]}.weight", int(not is_transposed(module))
+        if len(numbers) < tensors[name].shape[axis]:
+            keep(name, numbers, axis)
+        if zeroed:
+            index = torch.tensor(zeroed, device=tensors[name].device)
+            tensors[name] = tensors[name].index_fill(axis, index, 0)
 
     for name in sorted(plan.compensation):
         module = find_projection(name, model_map)
@@ -269,21 +256,18 @@ def _kept_tensors(model_map: ModelMap, plan: Plan, kept: Kept) -> dict[str, Tens
                 keep_rows(module, rows)
             for path, part in layer.family.head_parameters:
                 keep(f"{names[layer.module]}.{path}", heads.heads if part == "q" else heads.kv_heads, 0)
-            keep_columns(layer.o_proj, columns_of(layer, heads.heads))
-        zero_columns(layer.o_proj, columns_of(layer, [*map(heads.heads.index, heads.fillers)]))
+        fillers = columns_of(layer, map(heads.heads.index, heads.fillers))
+        keep_columns(layer.o_proj, columns_of(layer, heads.heads), fillers)
     for block in model_map.feed_forward:
-        if block.label not in kept.channels:
-            continue
-        channels, zeroed = kept.channels[block.label], kept.zeroed[block.label]
-        if len(channels) < block.channels:
+        if block.label in kept.channels:
+            channels, zeroed = kept.channels[block.label], kept.zeroed[block.label]
             rows_of: dict[nn.Module, list[int]] = {}
-            for part, module in block.parts.items():
+            for part, module in block.parts.items() if len(channels) < block.channels else ():
                 start = block.rows(part).start
                 rows_of.setdefault(module, []).extend(start + channel for channel in channels)
             for module, rows in rows_of.items():
                 keep_rows(module, rows)
-            keep_columns(block.down, channels)
-        zero_columns(block.down, [index for index, channel in enumerate(channels) if channel in zeroed])
+            keep_columns(block.down, channels, [index for index, channel in enumerate(channels) if channel in zeroed])
     for name in [f"{names[module]}.{part}" for module in kept.zeroed_outputs for part in ("weight", "bias")]:
         if name in tensors:
             tensors[name] = torch.zeros_like(tensors[name])

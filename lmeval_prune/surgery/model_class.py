@@ -17,7 +17,7 @@ import transformers
 from torch import Tensor, nn
 from transformers.initialization import no_init_weights
 
-from lmeval_prune.architectures.blocks import AttentionLayer, Block, attribute_of, in_features, layers_in, read_blocks
+from lmeval_prune.architectures.blocks import Block, attribute_of, in_features, layers_in, read_blocks
 from lmeval_prune.checkpoints.loading import PREFIX, has_pruned_layers, pruned_class, stock_class
 from lmeval_prune.checkpoints.modeling_pruned import LAYER_NUMBERS
 from lmeval_prune.errors import InputError
@@ -199,40 +199,33 @@ def _with_cache_numbers(base: Base, kept: Kept) -> Base:
     blocks of a type take the first numbers of that type, and the first layer gets a type that stays.
     """
     staying = {base.name(heads.layer.name) for heads in kept.heads}
-    numbers: dict[str, dict[str, int]] = {}
+    changed: dict[str, dict[str, int]] = {}
     config = copy.deepcopy(base.config)
     text = config.get_text_config()
-    attention = read_blocks(base.built, kept.model_map.attention[0].family)[0]
     names = {module: name for name, module in base.built.named_modules()}
-    for stack in dict.fromkeys(layer.stack for layer in attention):
-        layers = [layer for layer in attention if layer.stack == stack and _layer_numbers(layer)]
-        staying_layers = [layer for layer in layers if layer.name in staying]
-        if not staying_layers or len(staying_layers) == len(layers):
+    holders: dict[str, dict[str, list[tuple[nn.Module, str]]]] = {}  # modules and attributes, by stack and layer
+    for layer in read_blocks(base.built, kept.model_map.attention[0].family)[0]:
+        pairs = [(module, attribute) for module in layer.module.modules() for attribute in LAYER_NUMBERS]
+        if held := [pair for pair in pairs if isinstance(vars(pair[0]).get(pair[1]), int)]:
+            holders.setdefault(layer.stack, {})[layer.name] = held
+    for layers in holders.values():
+        numbers = {name: int(getattr(*held[0])) for name, held in layers.items()}
+        left = {name: number for name, number in numbers.items() if name in staying}
+        if not left or len(left) == len(layers):
             continue
-        types = list(getattr(text, "layer_types", None) or [""] * (1 + max(map(_number, layers))))
-        has_first = 0 in map(_number, layers)  # of a hybrid, the first layer may have no attention
-        if has_first and types[0] and types[0] not in {types[_number(layer)] for layer in staying_layers}:
-            types[0] = types[_number(staying_layers[0])]
+        types = list(getattr(text, "layer_types", None) or [""] * (1 + max(numbers.values())))
+        has_first = 0 in numbers.values()  # of a hybrid, the first layer may have no attention
+        if has_first and types[0] and types[0] not in {types[number] for number in left.values()}:
+            types[0] = types[next(iter(left.values()))]
             text.layer_types = types
-        free = sorted(map(_number, layers))
-        for layer in staying_layers:
-            number = next(number for number in free if types[number] == types[_number(layer)])
+        free = sorted(numbers.values())
+        for name, before in left.items():
+            number = next(number for number in free if types[number] == types[before])
             free.remove(number)
-            for module, attribute in _layer_numbers(layer).items():
+            for module, attribute in layers[name]:
                 if getattr(module, attribute) != number:
-                    numbers[names[module]] = {attribute: number}
-    return replace(base, config=config, numbers=numbers)
-
-
-def _number(layer: AttentionLayer) -> int:
-    module, attribute = next(iter(_layer_numbers(layer).items()))
-    return int(getattr(module, attribute))
-
-
-def _layer_numbers(layer: AttentionLayer) -> dict[nn.Module, str]:
-    """Return the modules of an attention block that keep their layer's number, and the attributes that hold it."""
-    names = [(module, name) for module in layer.module.modules() for name in LAYER_NUMBERS]
-    return {module: name for module, name in names if isinstance(vars(module).get(name), int)}
+                    changed[names[module]] = {attribute: number}
+    return replace(base, config=config, numbers=changed)
 
 
 # --------------------------------------------------------------------------- configurations
@@ -278,9 +271,13 @@ def unusual_head_dim(config: Any) -> str:
     )
 
 
-def _sets_head_dim(kept: Kept) -> bool:
-    """Return whether `head_dim` is the width of heads; where values have one of their own, it is that of keys."""
-    return kept.heads[0].layer.family.width != "v_head_dim"
+def _head_dim(kept: Kept) -> dict[str, int]:
+    """Return the setting of the head width, which otherwise follows from the number of heads.
+
+    Where values have a width of their own, `head_dim` is that of queries or keys and is not changed.
+    """
+    layer = kept.heads[0].layer
+    return {} if layer.family.width == "v_head_dim" else {"head_dim": layer.head_dim}
 
 
 # --------------------------------------------------------------------------- stock classes
@@ -296,14 +293,12 @@ def _stock_candidates(kept: Kept, base: Base) -> Iterator[tuple[type, Any, str]]
     if not all(heads.unchanged for heads in kept.heads) or has_pruned_layers(model.config):
         names = [name for name in ("num_key_value_heads", "num_kv_heads") if _has_setting(config, name)]
         changes |= {"num_attention_heads": len(first.heads), **dict.fromkeys(names, len(first.kv_heads))}
-        if _sets_head_dim(kept):
-            changes["head_dim"] = first.layer.head_dim
+        changes |= _head_dim(kept)
     for block in kept.model_map.feed_forward:
-        if block.label not in kept.channels:
-            continue
         stack_name = f"{block.stack}_ffn_dim"
         settings = (stack_name,) if block.stack and _has_setting(config, stack_name) else _CHANNELS
-        changes |= {name: len(kept.channels[block.label]) for name in settings if _has_setting(config, name)}
+        if block.label in kept.channels:
+            changes |= {name: len(kept.channels[block.label]) for name in settings if _has_setting(config, name)}
     changed = _changed_config(config, changes)
     if changed is not None:
         yield stock, changed, unusual_head_dim(changed)
@@ -314,8 +309,7 @@ def _stock_candidates(kept: Kept, base: Base) -> Iterator[tuple[type, Any, str]]
         changed = _changed_config(transformers.MistralConfig(**{**values, "sliding_window": None}), changes)
         if changed is not None:
             changed._name_or_path = config._name_or_path
-            note = f"written as {mistral.__name__} with sliding_window null, which computes the same"
-            yield mistral, changed, note
+            yield mistral, changed, f"written as {mistral.__name__} with sliding_window null, which computes the same"
 
 
 def _has_kept_heads(model: Any, kept: Kept) -> bool:
@@ -397,8 +391,8 @@ def _add_layer_configs(config: Any, kept: Kept, base: Base) -> None:
         for block in kept.model_map.feed_forward:
             if block.label in kept.channels:
                 layers.setdefault(base.index(block), {})["intermediate_size"] = len(kept.channels[block.label])
-    if _sets_head_dim(kept):
-        config.head_dim = kept.heads[0].layer.head_dim
+    for name, value in _head_dim(kept).items():
+        setattr(config, name, value)
     config.allow_global_per_layer_attribute_access = True
     config.per_layer_config = layers
 

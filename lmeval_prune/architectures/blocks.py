@@ -202,11 +202,6 @@ def weight_of(module: nn.Module) -> Tensor:
     return weight.T if is_transposed(module) else weight
 
 
-def is_projection(module: nn.Module) -> bool:
-    """Return whether a module is a matrix product: it has sizes or a weight of two dimensions."""
-    return hasattr(module, "in_features") or getattr(getattr(module, "weight", None), "ndim", 0) == 2
-
-
 def in_features(module: nn.Module) -> int:
     """Return the input width of a projection."""
     return _width(module, "in_features", 0)
@@ -301,9 +296,11 @@ def _read_attention(layer: Block, path: str | None, family: Family, count: int |
             f"(width {width}, heads {count})"
         )
     heads = inputs // width
+    query, key = (projection_in(module, name) for name in (family.query, family.key))
+    # heads are named by the output's inputs if these are no matrix products
     query, key = (
-        part if part is not None and is_projection(part) else None  # heads are named by the output's inputs then
-        for part in (projection_in(module, family.query), projection_in(module, family.key))
+        part if hasattr(part, "in_features") or getattr(getattr(part, "weight", None), "ndim", 0) == 2 else None
+        for part in (query, key)
     )
     kv_heads, query_dim, key_dim = heads, width, width
     if query is not None and key is not None:

@@ -338,7 +338,7 @@ def test_alike_layers_are_a_stock_checkpoint_and_others_say_so_loudly(tmp_path: 
     cases = {
         "stock": (Plan("L*H0-1"), "LlamaForCausalLM"),
         "mistral": (Plan("L*H0", {"L0": "0", "L1": "4"}), "MistralForCausalLM"),
-        "own": (Plan("L0H0-1"), "PrunedLlamaForCausalLM"),
+        "own": (Plan("L0H0-1", {"L0": "5"}), "PrunedLlamaForCausalLM"),
     }
     model = load_pretrained(tmp_path / "parent")
     mha = tiny("llama", num_key_value_heads=4)
@@ -352,7 +352,9 @@ def test_alike_layers_are_a_stock_checkpoint_and_others_say_so_loudly(tmp_path: 
         with plan.applied_to(parent):
             expected = output(parent, tokens())
         if name == "own":
-            assert config["per_layer_config"]["0"] == {"num_attention_heads": 2, "num_key_value_heads": 1}
+            sizes = {"num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 47}
+            assert config["per_layer_config"]["0"] == sizes and config["allow_global_per_layer_attribute_access"]
+            assert set(config["auto_map"]) == {"AutoModel", "AutoModelForCausalLM"}
             with pytest.raises(OSError, match=r"no file named model\.safetensors"):
                 AutoModelForCausalLM.from_pretrained(tmp_path / name)
             actual = AutoModelForCausalLM.from_pretrained(tmp_path / name, trust_remote_code=True, dtype=torch.float64)

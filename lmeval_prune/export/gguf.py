@@ -225,43 +225,37 @@ def write_gguf_model(
         else:
             ends = end_tokens(getattr(model, "generation_config", None)) or end_tokens(model.config)
             add_tokenizer(writer, tokenizer, model.config.vocab_size, splitting, ends)
-        _add_tensors(writer, model_map, architecture, dtype)
+        heads_of_rows = {}
+        if architecture in ("llama", "deci"):
+            names = {module: name for name, module in model.named_modules()}
+            for layer in model_map.attention:
+                heads_of_rows[f"{names[layer.module]}.q_proj"] = layer.heads
+                heads_of_rows[f"{names[layer.module]}.k_proj"] = layer.kv_heads
+        for number, gguf_layer in enumerate(layers):
+            for part, shape in gguf_layer.fillers.items():
+                values = torch.ones(shape) if len(shape) == 1 else torch.zeros(shape)
+                add_tensor(writer, f"blk.{number}.{part}.weight", values, dtype)
+        gguf_names = get_tensor_name_map(
+            next(number for number, name in MODEL_ARCH_NAMES.items() if name == architecture), len(layers)
+        )
+        for name, tensor in model.state_dict().items():
+            if name == "lm_head.weight" and tensor.data_ptr() == model.get_input_embeddings().weight.data_ptr():
+                continue  # llama.cpp uses the embeddings instead
+            renumbered = name
+            for number, gguf_layer in enumerate(layers):
+                if name.startswith(f"{gguf_layer.name}."):
+                    stack = gguf_layer.name.rpartition(".")[0]
+                    renumbered = f"{stack}.{number}{name.removeprefix(gguf_layer.name)}"
+            gguf_name = gguf_names.get_name(renumbered, (".weight", ".bias"))
+            assert gguf_name, f"llama.cpp's {architecture} has no tensor for {name}"
+            heads = heads_of_rows.get(name.rpartition(".")[0])
+            add_tensor(writer, gguf_name, interleave_rows(tensor, heads) if heads else tensor, dtype)
+        if rope["rope_type"] == "llama3":
+            frequencies = model.model.rotary_emb.inv_freq.to(torch.float64)
+            exponents = torch.arange(len(frequencies), dtype=torch.float64) / len(frequencies)
+            add_tensor(writer, "rope_freqs.weight", rope["rope_theta"] ** -exponents / frequencies, torch.float32)
         write_gguf(writer)
     return architecture
-
-
-def _add_tensors(writer: GGUFWriter, model_map: ModelMap, architecture: str, dtype: torch.dtype) -> None:
-    model, layers = model_map.model, gguf_layers(model_map)
-    heads_of_rows = {}
-    if architecture in ("llama", "deci"):
-        names = {module: name for name, module in model.named_modules()}
-        for layer in model_map.attention:
-            heads_of_rows[f"{names[layer.module]}.q_proj"] = layer.heads
-            heads_of_rows[f"{names[layer.module]}.k_proj"] = layer.kv_heads
-    for number, gguf_layer in enumerate(layers):
-        for part, shape in gguf_layer.fillers.items():
-            values = torch.ones(shape) if len(shape) == 1 else torch.zeros(shape)
-            add_tensor(writer, f"blk.{number}.{part}.weight", values, dtype)
-    gguf_names = get_tensor_name_map(
-        next(number for number, name in MODEL_ARCH_NAMES.items() if name == architecture), len(layers)
-    )
-    for name, tensor in model.state_dict().items():
-        if name == "lm_head.weight" and tensor.data_ptr() == model.get_input_embeddings().weight.data_ptr():
-            continue  # llama.cpp uses the embeddings instead
-        renumbered = name
-        for number, gguf_layer in enumerate(layers):
-            if name.startswith(f"{gguf_layer.name}."):
-                stack = gguf_layer.name.rpartition(".")[0]
-                renumbered = f"{stack}.{number}{name.removeprefix(gguf_layer.name)}"
-        gguf_name = gguf_names.get_name(renumbered, (".weight", ".bias"))
-        assert gguf_name, f"llama.cpp's {architecture} has no tensor for {name}"
-        heads = heads_of_rows.get(name.rpartition(".")[0])
-        add_tensor(writer, gguf_name, interleave_rows(tensor, heads) if heads else tensor, dtype)
-    rope = rope_of(model.config)
-    if rope["rope_type"] == "llama3":
-        frequencies = model.model.rotary_emb.inv_freq.to(torch.float64)
-        exponents = torch.arange(len(frequencies), dtype=torch.float64) / len(frequencies)
-        add_tensor(writer, "rope_freqs.weight", rope["rope_theta"] ** -exponents / frequencies, torch.float32)
 
 
 def interleave_rows(rows: Tensor, heads: int) -> Tensor:

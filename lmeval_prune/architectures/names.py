@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lmeval_prune.architectures.blocks import ATTENTION, FEED_FORWARD, Sublayer, has_absent, label_of
+from lmeval_prune.artefacts import parse_json
 from lmeval_prune.errors import InputError
 
 if TYPE_CHECKING:
@@ -77,8 +79,11 @@ class Head(NamedTuple):
 
 def head_names(heads: Any) -> tuple[str, ...]:
     """Split a user's text or list into head names (`L5H3`, `L5H0-3`, `L5H*`) without duplicates; needs no model."""
+    if isinstance(heads, str):
+        with suppress(InputError):  # a list, as JSON or as lm-eval gives it
+            heads = parse_json(heads, "heads") if heads.strip()[:1] == "[" else heads
     items = heads if isinstance(heads, list | tuple) else [heads]
-    if isinstance(heads, str):  # lm-eval gives a list that it cannot read as a text
+    if isinstance(heads, str):
         items = list(filter(None, re.split(r"[\s+,;\[\]'\"]+", heads)))
     elif len(items) == 2 and all(isinstance(item, int) for item in items):
         items = [heads]

@@ -13,7 +13,7 @@ _LAZY = {
     "load_pretrained": "lmeval_prune.checkpoints.loading",
     "TokenFilter": "lmeval_prune.interventions.token_filter",
     "Intervention": "lmeval_prune.interventions.base",
-    "Head": "lmeval_prune.architectures.heads",
+    "Head": "lmeval_prune.architectures.names",
     "map_model": "lmeval_prune.architectures",
     "InputError": "lmeval_prune.errors",
 }

@@ -52,7 +52,7 @@ def heads(pretrained: str, revision: str | None = None) -> int:
         revision: of the model
     """
     from lmeval_prune.architectures import FAMILIES, map_model, recognise
-    from lmeval_prune.checkpoints.skeleton import skeleton_of
+    from lmeval_prune.checkpoints.loading import skeleton_of
 
     model_map = map_model(skeleton_of(pretrained, revision))
     channels = model_map.channels()
@@ -93,7 +93,7 @@ def mask(
         raise InputError("name what to remove: --heads L5H3+L15H0, or --blocks L5+L7.attention")
     from lmeval_prune.architectures import map_model
     from lmeval_prune.artefacts import check_writable
-    from lmeval_prune.checkpoints.skeleton import skeleton_of, with_weights
+    from lmeval_prune.checkpoints.loading import skeleton_of, with_weights
     from lmeval_prune.interventions import HeadMask, Plan
 
     removal: HeadMask | Plan = Plan(heads or (), blocks=blocks or (), allow_empty_layer=allow_empty_layer)

@@ -115,12 +115,6 @@ def test_the_hash_is_that_of_the_update_whatever_its_file(tiny_folder: Path, tmp
     assert len({own, hashed("other", "L1H1", dtype="float32"), hashed("type", "L1H2", dtype="bfloat16")}) == 3
 
 
-def test_a_long_list_of_heads_has_a_short_name() -> None:
-    heads = [f"L{layer}H{head}" for layer in range(30) for head in range(9)]
-    assert adapter_name(heads[:3]) == "L0H0+L0H1+L0H2"
-    assert adapter_name(heads).startswith("heads-270-") and adapter_name(heads) != adapter_name(heads[::-1])
-
-
 def test_a_gguf_adapter_has_the_same_arrays(tiny_folder: Path, tmp_path: Path) -> None:
     for dtype in ("float32", "bfloat16", "float16"):
         export = AdapterExport(str(tiny_folder), [HeadMask("L0H1+L1H2-3")], str(tmp_path / dtype), dtype, "gguf")

@@ -22,8 +22,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrained
 from lmeval_prune import InputError, cut, map_model
 from lmeval_prune.checkpoints.pruned import read_manifest
 from lmeval_prune.cli import main
-from lmeval_prune.export.gguf_model import write_gguf_model
-from lmeval_prune.export.gguf_tokenizer import check_tokenizer
+from lmeval_prune.export.gguf import check_tokenizer, write_gguf_model
 from lmeval_prune.interventions.plan import Plan
 from tests.conftest import ROOT
 from tests.tiny_models import SEQ2SEQ, implementations, output, stored, tiny, tokens
@@ -46,35 +45,6 @@ def export(folder: Path, to: Path, *words: str) -> int:
 
 
 # --------------------------------------------------------------------------- checkpoints
-
-
-@pytest.mark.parametrize(
-    ("family", "heads", "kind"),
-    [
-        ("llama", "L0H0-1+L1H2-3", "LlamaForCausalLM"),
-        ("qwen3", "L0H0-1+L1H2-3", "Qwen3ForCausalLM"),
-        ("llama", "L0H0-1", "PrunedLlamaForCausalLM"),
-        ("qwen3", "L0H1+L0H2", "PrunedQwen3ForCausalLM"),
-    ],
-)
-def test_a_checkpoint_is_the_plan_in_plain_transformers(family: str, heads: str, kind: str, tmp_path: Path) -> None:
-    """Of layers alike a stock class; else the code that is in the folder, and what vLLM's backend reads."""
-    model = stored(family, tmp_path / "model")
-    channels = {"L0": "0,3-6,11", "L1": "1,2,7-10"} if not kind.startswith("Pruned") else {"L1": "5"}
-    Plan(heads, channels).save(tmp_path / "plan.json", map_model(model))
-    assert export(tmp_path / "model", tmp_path / "out", "--plan", str(tmp_path / "plan.json")) == 0
-    config = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert config["architectures"] == [kind]
-    own = kind.startswith("Pruned")
-    loaded = by_transformers(family, tmp_path / "out", trust_remote_code=own)
-    torch.testing.assert_close(output(loaded, tokens()), masked(model, Plan(heads, channels)), rtol=0, atol=1e-9)
-    if own:
-        assert config["allow_global_per_layer_attribute_access"] and config["head_dim"] == model.config.head_dim
-        sizes = [(layer.heads, layer.kv_heads) for layer in map_model(loaded).attention]
-        layers = loaded.config.per_layer_config
-        assert [(layers[i].num_attention_heads, layers[i].num_key_value_heads) for i in range(2)] == sizes
-        assert [layers[i].intermediate_size for i in range(2)] == [48, 47]
-        assert set(config["auto_map"]) == {"AutoModel", "AutoModelForCausalLM"}
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "olmo2", "bloom", "gemma3_text", "t5", "deepseek_v3"])
@@ -233,13 +203,10 @@ def by_llama_cpp(path: Path, ids: torch.Tensor) -> torch.Tensor:
 
 
 LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 5e5,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
+    **{"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
     "original_max_position_embeddings": 32,
 }
+LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}
 EVEN, UNEVEN = ("L0H0-1+L1H2-3", CHANNELS), ("L0H0-1", {"L1": "5"})
 
 
@@ -250,12 +217,7 @@ EVEN, UNEVEN = ("L0H0-1+L1H2-3", CHANNELS), ("L0H0-1", {"L1": "5"})
         ("llama", EVEN, "llama", {"tie_word_embeddings": True}),
         ("llama", UNEVEN, "deci", {"attention_bias": True, "mlp_bias": True}),
         ("llama", UNEVEN, "deci", {"rope_parameters": LLAMA3}),
-        (
-            "llama",
-            ("L0H1", {}),
-            "llama",
-            {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}},
-        ),
+        ("llama", ("L0H1", {}), "llama", {"rope_parameters": LINEAR}),
         ("mistral", EVEN, "llama", {"sliding_window": 64, "head_dim": 16}),
         ("mistral", UNEVEN, "deci", {}),
         ("qwen2", None, "qwen2", {}),

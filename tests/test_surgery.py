@@ -36,17 +36,7 @@ from tests.tiny_models import ALL, CAUSAL, ENCODERS, implementations, output, st
 UNCUTTABLE = {"olmo2", "olmo3", "codegen", "bloom", "mpt", "t5", "mt5"}
 CUTTABLE = [family for family in ALL if family not in UNCUTTABLE]
 EVERYDAY = {
-    "llama",
-    "qwen2",
-    "qwen3",
-    "gemma3_text",
-    "phi3",
-    "gpt2",
-    "gpt_neox",
-    "gpt_oss",
-    "deepseek_v3",
-    "bert",
-    "bart",
+    *("llama", "qwen2", "qwen3", "gemma3_text", "phi3", "gpt2", "gpt_neox", "gpt_oss", "deepseek_v3", "bert", "bart"),
 }
 FAMILIES = [family if family in EVERYDAY else pytest.param(family, marks=pytest.mark.long) for family in CUTTABLE]
 NO_NUMBERS_BESIDE_PADDING = {"bloom", "gemma2", "mpt"}  # as they are, in float64: NaN, where a text begins with padding
@@ -348,7 +338,7 @@ def test_alike_layers_are_a_stock_checkpoint_and_others_say_so_loudly(tmp_path: 
     cases = {
         "stock": (Plan("L*H0-1"), "LlamaForCausalLM"),
         "mistral": (Plan("L*H0", {"L0": "0", "L1": "4"}), "MistralForCausalLM"),
-        "own": (Plan("L0H0-1"), "PrunedLlamaForCausalLM"),
+        "own": (Plan("L0H0-1", {"L0": "5"}), "PrunedLlamaForCausalLM"),
     }
     model = load_pretrained(tmp_path / "parent")
     mha = tiny("llama", num_key_value_heads=4)
@@ -362,7 +352,9 @@ def test_alike_layers_are_a_stock_checkpoint_and_others_say_so_loudly(tmp_path: 
         with plan.applied_to(parent):
             expected = output(parent, tokens())
         if name == "own":
-            assert config["per_layer_config"]["0"] == {"num_attention_heads": 2, "num_key_value_heads": 1}
+            sizes = {"num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 47}
+            assert config["per_layer_config"]["0"] == sizes and config["allow_global_per_layer_attribute_access"]
+            assert set(config["auto_map"]) == {"AutoModel", "AutoModelForCausalLM"}
             with pytest.raises(OSError, match=r"no file named model\.safetensors"):
                 AutoModelForCausalLM.from_pretrained(tmp_path / name)
             actual = AutoModelForCausalLM.from_pretrained(tmp_path / name, trust_remote_code=True, dtype=torch.float64)
@@ -375,13 +367,12 @@ def test_alike_layers_are_a_stock_checkpoint_and_others_say_so_loudly(tmp_path: 
         torch.testing.assert_close(output(actual.eval(), tokens()), expected, rtol=0, atol=1e-9)
 
 
-@pytest.mark.parametrize("parts", ["o_proj", "both"])
-def test_what_only_our_class_computes_loads_in_no_stock_class(parts: str, tmp_path: Path) -> None:
+def test_what_only_our_class_computes_loads_in_no_stock_class(tmp_path: Path) -> None:
     """Llama's class has no such biases and would drop them silently."""
     model = stored("llama", tmp_path / "parent")
-    heads = "L0H1" if parts == "both" else ()
-    biases = ["o_proj", "down"] if parts == "both" else ["o_proj"]
-    plan = Plan(heads, compensation={f"L0.{name}.bias": torch.full((32,), 5.0).double() for name in biases})
+    plan = Plan(
+        "L0H1", compensation={f"L0.{name}.bias": torch.full((32,), 5.0).double() for name in ("o_proj", "down")}
+    )
     actual = cut_to(tmp_path / "cut", model, plan)
     assert type(actual.model).__name__ == "PrunedLlamaForCausalLM"
     for kind in (AutoModelForCausalLM, AutoModel, LlamaForCausalLM):

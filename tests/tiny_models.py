@@ -18,103 +18,57 @@ from lmeval_prune.architectures import FAMILIES
 from lmeval_prune.checkpoints.loading import load_pretrained
 
 _HEADS = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
+    **{"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "max_position_embeddings": 128},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2},
 }
 _GPT = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128}
 _MOE = {"num_experts_per_tok": 1, "moe_intermediate_size": 16}
 _SEQ2SEQ = {"d_model": 32, "decoder_start_token_id": 0}
+_PLAIN = (
+    *("llama", "mistral", "qwen2", "olmo", "olmo2", "olmo3", "cohere", "cohere2", "stablelm", "starcoder2", "granite"),
+    *("smollm3", "phi", "phi3", "gpt_neox", "arcee"),
+)
 
 CAUSAL: dict[str, dict[str, Any]] = {
-    **dict.fromkeys(
-        [
-            "llama",
-            "mistral",
-            "qwen2",
-            "olmo",
-            "olmo2",
-            "olmo3",
-            "cohere",
-            "cohere2",
-            "stablelm",
-            "starcoder2",
-            "granite",
-            "smollm3",
-            "phi",
-            "phi3",
-            "gpt_neox",
-            "arcee",
-        ],
-        _HEADS,
-    ),
-    **{name: {**_HEADS, "head_dim": 8} for name in ("ministral", "helium", "hunyuan_v1_dense")},
-    "glm": {**_HEADS, "head_dim": 8},
-    "glm4": {**_HEADS, "head_dim": 8},
+    **dict.fromkeys(_PLAIN, _HEADS),
+    **{name: {**_HEADS, "head_dim": 8} for name in ("ministral", "helium", "hunyuan_v1_dense", "glm", "glm4")},
     "granitemoe": {**_HEADS, "num_local_experts": 2, "num_experts_per_tok": 1},
     "mixtral": {**_HEADS, "num_local_experts": 2},
     "qwen2_moe": {**_HEADS, **_MOE, "num_experts": 2, "shared_expert_intermediate_size": 16},
     "qwen3": {**_HEADS, "head_dim": 16},
     "qwen3_moe": {**_HEADS, **_MOE, "head_dim": 8, "num_experts": 2},
-    "gemma": {**_HEADS, "head_dim": 16},
-    "gemma2": {**_HEADS, "head_dim": 16},
-    "gemma3_text": {**_HEADS, "head_dim": 16},
+    **{name: {**_HEADS, "head_dim": 16} for name in ("gemma", "gemma2", "gemma3_text")},
     "gpt_oss": {**_HEADS, "head_dim": 16, "num_local_experts": 2, "num_experts_per_tok": 1},
     "deepseek_v3": {
-        **_HEADS,
-        **_MOE,
-        "num_key_value_heads": 4,
-        "q_lora_rank": 8,
-        "kv_lora_rank": 8,
-        "qk_rope_head_dim": 8,
-        "qk_nope_head_dim": 8,
-        "v_head_dim": 12,
-        "n_routed_experts": 4,
-        "n_group": 1,
-        "topk_group": 1,
-        "first_k_dense_replace": 1,
+        **{**_HEADS, **_MOE, "num_key_value_heads": 4, "v_head_dim": 12, "n_routed_experts": 4},
+        **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim"), 8),
+        **dict.fromkeys(("n_group", "topk_group", "first_k_dense_replace"), 1),
     },
     "gpt2": _GPT,
     "gpt_bigcode": _GPT,
     "gptj": {**_GPT, "rotary_dim": 4},
     "codegen": {**_GPT, "rotary_dim": 4},
     "gpt_neo": {
-        "hidden_size": 32,
-        "num_layers": 2,
-        "num_heads": 4,
+        **{"hidden_size": 32, "num_layers": 2, "num_heads": 4, "max_position_embeddings": 128},
         "attention_types": [[["global", "local"], 1]],
-        "max_position_embeddings": 128,
     },
     "opt": {**_HEADS, "ffn_dim": 48, "word_embed_proj_dim": 32},
     "falcon": {
-        "hidden_size": 32,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "new_decoder_architecture": True,
-        "num_kv_heads": 2,
+        **{"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4},
+        **{"new_decoder_architecture": True, "num_kv_heads": 2},
     },
     "bloom": {"hidden_size": 32, "n_layer": 2, "n_head": 4},
     "mpt": {"d_model": 32, "n_heads": 4, "n_layers": 2, "max_seq_len": 128},
 }
 ENCODERS: dict[str, dict[str, Any]] = {
-    "bert": _HEADS,
-    "roberta": _HEADS,
-    "xlm-roberta": _HEADS,
+    **dict.fromkeys(("bert", "roberta", "xlm-roberta"), _HEADS),
     "distilbert": {"dim": 32, "hidden_dim": 48, "n_layers": 2, "n_heads": 4, "max_position_embeddings": 128},
 }
 _T5 = {**_SEQ2SEQ, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_decoder_layers": 2, "num_heads": 4}
 _BART = {
-    **_SEQ2SEQ,
-    "encoder_layers": 2,
-    "decoder_layers": 2,
-    "encoder_attention_heads": 4,
-    "decoder_attention_heads": 4,
-    "encoder_ffn_dim": 48,
-    "decoder_ffn_dim": 48,
-    "max_position_embeddings": 128,
+    **{**_SEQ2SEQ, "max_position_embeddings": 128, "encoder_layers": 2, "decoder_layers": 2},
+    **dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), 4),
+    **dict.fromkeys(("encoder_ffn_dim", "decoder_ffn_dim"), 48),
 }
 SEQ2SEQ: dict[str, dict[str, Any]] = {"t5": _T5, "mt5": _T5, "bart": _BART, "mbart": _BART}
 ALL = {**CAUSAL, **ENCODERS, **SEQ2SEQ}
@@ -153,14 +107,8 @@ def tiny(
 ) -> nn.Module:
     """A random model of `family` in evaluation mode; large weights, so that every head matters."""
     torch.manual_seed(seed)
-    settings = {
-        "vocab_size": VOCABULARY,
-        "pad_token_id": 0,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        **ALL.get(family, _HEADS),
-        **changes,
-    }
+    special = {"vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    settings = {**special, **ALL.get(family, _HEADS), **changes}
     config = AutoConfig.for_model(family, **settings)
     config._attn_implementation = "eager" if family in EAGER_ONLY else attention
     config._experts_implementation = "eager"  # grouped_mm has no float64
@@ -209,15 +157,8 @@ def tiny_llava() -> Any:
 
 def family_folder(family: str, tokenizer: Path, folder: Path) -> Path:
     """Save a tiny random model of any family with the tokenizer in a folder, as a user would have it."""
-    config = AutoConfig.for_model(
-        family,
-        **{**_HEADS, "max_position_embeddings": 512},
-        head_dim=8,
-        vocab_size=259,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=2,
-    )
+    special = {"vocab_size": 259, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    config = AutoConfig.for_model(family, **{**_HEADS, "max_position_embeddings": 512, "head_dim": 8, **special})
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float64)
     with torch.no_grad():

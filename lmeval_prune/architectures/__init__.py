@@ -3,8 +3,7 @@
 torch is imported only when weights are read.
 """
 
-from lmeval_prune.architectures.blocks import AttentionLayer, FeedForward, Rows
-from lmeval_prune.architectures.heads import Head, head_names
+from lmeval_prune.architectures.blocks import AttentionLayer, FeedForward, Rows, units_of
 from lmeval_prune.architectures.identity import (
     adapters_of,
     config_fingerprint,
@@ -22,11 +21,11 @@ from lmeval_prune.architectures.model_map import (
     map_model,
     position_limit,
     takes_logits_to_keep,
+    uncuttable,
 )
-from lmeval_prune.architectures.proof import tiny_model
-from lmeval_prune.architectures.structure import recognise
+from lmeval_prune.architectures.names import Head, head_names
+from lmeval_prune.architectures.structure import recognise, tiny_model
 from lmeval_prune.architectures.table import FAMILIES, Family
-from lmeval_prune.architectures.units import uncuttable, units_of
 
 __all__ = [
     "FAMILIES", "AttentionLayer", "Family", "FeedForward", "Head", "ModelMap", "Rows",

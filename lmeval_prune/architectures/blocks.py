@@ -1,10 +1,11 @@
-"""Describe one layer's attention and feed-forward block: projections, heads, channels, rows and columns."""
+"""Read a live model's attention and feed-forward blocks: projections, heads, channels, rows and columns."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,10 @@ from lmeval_prune.errors import InputError
 
 if TYPE_CHECKING:  # head names work without torch
     from torch import Tensor, nn
+
+ATTENTION, FEED_FORWARD = "attention", "feed_forward"
+_EXPERTS = "mlp|block_sparse_moe|feed_forward|moe|ffn"  # usual names of feed-forward blocks, also of experts
+_ORDER = {"": 0, "encoder": 0, "decoder": 1, "cross": 2}
 
 
 def label_of(stack: str, layer: int | str) -> str:
@@ -114,6 +119,30 @@ class FeedForward(Block):
         return Rows(self.parts[part], start + channel, start + channel + 1)
 
 
+@dataclass(frozen=True)
+class Sublayer(Block):
+    """Attention or feed-forward block of a layer; what it adds to the residual stream is computed from one output."""
+
+    kind: str  # `attention` or `feed_forward`
+    layer: str  # dotted name of the layer's module
+    output: nn.Module  # output projection; of experts, the whole block
+    block: AttentionLayer | FeedForward | None  # None: experts, or a block whose projections are unknown
+
+    def __str__(self) -> str:
+        """Return the name in a plan, `L5.attention`."""
+        return f"{self.label}.{self.kind}"
+
+
+def units_of(layer: AttentionLayer) -> tuple[str, ...]:
+    """Return the units in which a layer's shape allows to remove heads.
+
+    `head` is any query head; `group`, a key-value head with its query heads; `balanced`, one head of each group.
+    """
+    if layer.kv_heads == layer.heads:
+        return ("head", "group")  # a group is one head
+    return ("head", "balanced") if layer.kv_heads == 1 else ("head", "group", "balanced")
+
+
 def is_absent(module: Any) -> bool:
     """Return whether a module stands in for a block that was cut out of the model."""
     return bool(getattr(module, "is_absent", False))
@@ -173,24 +202,116 @@ def weight_of(module: nn.Module) -> Tensor:
     return weight.T if is_transposed(module) else weight
 
 
-def is_projection(module: nn.Module) -> bool:
-    """Return whether a module is a matrix product: it has sizes or a weight of two dimensions."""
-    return hasattr(module, "in_features") or getattr(getattr(module, "weight", None), "ndim", 0) == 2
-
-
 def in_features(module: nn.Module) -> int:
     """Return the input width of a projection."""
-    return _features(module, "in_features", 0)
+    return _width(module, "in_features", 0)
 
 
 def out_features(module: nn.Module) -> int:
     """Return the output width of a projection."""
-    return _features(module, "out_features", 1)
+    return _width(module, "out_features", 1)
 
 
-def _features(module: nn.Module, attribute: str, axis: int) -> int:
+def _width(module: nn.Module, attribute: str, axis: int) -> int:
     size = getattr(module, attribute, None)
-    if size is None:
-        weight: Any = module.weight
-        size = weight.shape[axis if is_transposed(module) else 1 - axis]
-    return int(size)
+    weight: Any = module.weight if size is None else None
+    return int(weight.shape[axis if is_transposed(module) else 1 - axis] if size is None else size)
+
+
+def layers_in(model: nn.Module, family: Family) -> Iterator[Block]:
+    """Yield the layers of a model as blocks, by the family's name pattern."""
+    matcher = re.compile(rf"(?:^|.*\.){family.layer}$")
+    for name, module in model.named_modules():
+        if match := matcher.match(name):
+            yield Block(match.groupdict().get("stack") or "", int(match["layer"]), name, module)
+
+
+def read_blocks(
+    model: nn.Module, family: Family, count: int | None = None
+) -> tuple[list[AttentionLayer], list[FeedForward]]:
+    """Return a model's attention layers and feed-forward blocks, in order; `count` is the number of heads if given."""
+    attention: dict[tuple[str, int], AttentionLayer] = {}
+    feed_forward: list[FeedForward] = []
+    for layer in layers_in(model, family):
+        own = _read_attention(layer, family.attention, family, count)
+        cross = _read_attention(replace(layer, stack="cross"), family.cross_attention, family, count)
+        for block in filter(None, (own, cross)):
+            other = attention.setdefault((block.stack, block.index), block)
+            if other is not block:
+                raise InputError(
+                    f"{other.name} and {block.name} both look like attention layer {block.label} of this model"
+                )
+        names = family.feed_forward
+        # a layer without attention belongs to another tower, e.g. an image encoder, unless the attention was cut out
+        if names and (own or has_absent(layer.module)) and (place := _submodule_at(layer, names.block)):
+            gate, up, down = (projection_in(place.module, path) for path in (names.gate, names.up, names.down))
+            if up is not None and down is not None and not is_absent(down):
+                found = (place.stack, place.index, place.name, place.module)
+                feed_forward.append(FeedForward(*found, gate, up, down, in_features(down)))
+
+    def position(block: Block) -> tuple[int, int]:
+        return _ORDER[block.stack], block.index
+
+    return sorted(attention.values(), key=position), sorted(feed_forward, key=position)
+
+
+def read_sublayers(
+    model: nn.Module, family: Family, attention: Sequence[AttentionLayer], feed_forward: Sequence[FeedForward]
+) -> Iterator[Sublayer]:
+    """Yield the blocks of a model's layers in order; the arguments are those of its map."""
+    dense = {(block.stack, block.index): block for block in feed_forward}
+    paths = "|".join(filter(None, (family.feed_forward.block if family.feed_forward else "", _EXPERTS)))
+    for layer in layers_in(model, family):
+        blocks: list[tuple[Block, str, nn.Module, Any]] = [
+            (block, ATTENTION, block.o_proj, block) for block in attention if block.name.startswith(f"{layer.name}.")
+        ]
+        if block := dense.get((layer.stack, layer.index)):
+            blocks.append((block, FEED_FORWARD, block.down, block))
+        elif blocks or has_absent(layer.module):
+            experts = _submodule_at(layer, paths)
+            if experts and not is_absent(experts.module):
+                blocks.append((experts, FEED_FORWARD, experts.module, None))
+        for part, kind, output, known in blocks:
+            yield Sublayer(part.stack, part.index, part.name, part.module, kind, layer.name, output, known)
+
+
+def _submodule_at(layer: Block, path: str) -> Block | None:
+    """Return the submodule at a path in a layer; the layer itself for an empty path."""
+    if not path:
+        return layer
+    match = find_in(layer.module, path)
+    return Block(layer.stack, layer.index, f"{layer.name}.{match[0]}", match[1]) if match else None
+
+
+def _read_attention(layer: Block, path: str | None, family: Family, count: int | None) -> AttentionLayer | None:
+    block = None if path is None else _submodule_at(layer, path)
+    output = None if block is None else projection_in(block.module, family.output)
+    if block is None or output is None or is_absent(output):
+        return None
+    module, inputs = block.module, in_features(output)
+    width = inputs // count if count else attribute_of(module, family.width)
+    if not isinstance(width, int) or width <= 0 or inputs % width:
+        raise InputError(
+            f"{block.name}: {inputs} inputs of {family.output} cannot be divided into heads "
+            f"(width {width}, heads {count})"
+        )
+    heads = inputs // width
+    query, key = (projection_in(module, name) for name in (family.query, family.key))
+    # heads are named by the output's inputs if these are no matrix products
+    query, key = (
+        part if hasattr(part, "in_features") or getattr(getattr(part, "weight", None), "ndim", 0) == 2 else None
+        for part in (query, key)
+    )
+    kv_heads, query_dim, key_dim = heads, width, width
+    if query is not None and key is not None:
+        if family.fused:
+            kv_heads = (out_features(query) // width - heads) // 2
+        elif family.key_value_pairs:
+            query_dim = key_dim = out_features(query) // heads
+        else:
+            value = projection_in(module, family.value)
+            query_dim, kv_heads = out_features(query) // heads, out_features(key if value is None else value) // width
+            key_dim = out_features(key) // max(1, kv_heads)
+    return AttentionLayer(
+        block.stack, block.index, block.name, module, output, heads, kv_heads, width, query_dim, key_dim, family
+    )

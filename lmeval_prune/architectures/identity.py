@@ -160,42 +160,35 @@ def input_device(model: nn.Module) -> torch.device:
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor, bool]]:
-    """Yield (name, tensor, is parameter) of each parameter and saved buffer, without duplicates."""
-    if is_dispatched(model):
-        yield from _dispatched_tensors(model)
+    """Yield (name, tensor, is parameter) of each parameter and saved buffer, without duplicates.
+
+    Offloaded ones are loaded module by module.
+    """
+    saved, modules = model.state_dict().keys(), dict(model.named_modules())
+    if not is_dispatched(model):
+        yield from ((name, parameter, True) for name, parameter in model.named_parameters())
+        yield from ((name, buffer, False) for name, buffer in model.named_buffers() if name in saved)
         return
-    saved = model.state_dict().keys()
-    yield from ((name, parameter, True) for name, parameter in model.named_parameters())
-    yield from ((name, buffer, False) for name, buffer in model.named_buffers() if name in saved)
-
-
-def _dispatched_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor, bool]]:
-    """Yield tensors as `_tensors` does; load offloaded ones module by module."""
     import torch
     from accelerate.utils import align_module_device, has_offloaded_params
 
-    saved, modules, yielded = model.state_dict().keys(), dict(model.named_modules()), set()
+    def joined(path: str, key: str) -> str:
+        return f"{path}.{key}" if path else key
+
     # offloading replaces tied weights by separate tensors, so they are recognised by name
-    tied = {
-        _joined(path, key)
-        for path, module in modules.items()
-        for key in getattr(module, "all_tied_weights_keys", None) or ()
-    }
+    keys = {path: getattr(module, "all_tied_weights_keys", None) or () for path, module in modules.items()}
+    tied, yielded = {joined(path, key) for path in keys for key in keys[path]}, set()
     for is_parameter in (True, False):
         for path, module in modules.items():
             offloaded = has_offloaded_params(module)
             with align_module_device(module, torch.device("cpu")) if offloaded else nullcontext():
                 for key, tensor in (module._parameters if is_parameter else module._buffers).items():
-                    name = _joined(path, key)
+                    name = joined(path, key)
                     if tensor is None or name in tied or tensor in yielded or not (is_parameter or name in saved):
                         continue
                     if not offloaded:  # a reference would keep an offloaded tensor in memory
                         yielded.add(tensor)
                     yield name, tensor, is_parameter
-
-
-def _joined(path: str, key: str) -> str:
-    return f"{path}.{key}" if path else key
 
 
 def _chunks(tensor: Tensor) -> Iterator[Tensor]:

@@ -9,13 +9,18 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from lmeval_prune.architectures.blocks import AttentionLayer, FeedForward
+from lmeval_prune.architectures.blocks import (
+    AttentionLayer,
+    FeedForward,
+    Sublayer,
+    attribute_of,
+    projection_in,
+    read_blocks,
+    read_sublayers,
+)
 from lmeval_prune.architectures.identity import model_name, text_config, weight_writes, weights_fingerprint
-from lmeval_prune.architectures.layers import read_blocks
-from lmeval_prune.architectures.proof import refute_depth
-from lmeval_prune.architectures.structure import recognise
-from lmeval_prune.architectures.sublayers import Sublayer, read_sublayers
-from lmeval_prune.architectures.table import FAMILIES, Family
+from lmeval_prune.architectures.structure import recognise, refute_depth
+from lmeval_prune.architectures.table import ALIBI, FAMILIES, Family
 from lmeval_prune.errors import InputError
 
 if TYPE_CHECKING:
@@ -72,10 +77,8 @@ class ModelMap:
     @cached_property
     def why_no_depth(self) -> str:
         """Why blocks and layers cannot be left out of this model; empty if they can."""
-        if self.model_type in FAMILIES:
-            return ""
-        family, depth = self.attention[0].family, recognise(self.model).depth
-        return refute_depth(self.model, lambda tiny: read_sublayers(tiny, family, *read_blocks(tiny, family)), depth)
+        is_known = self.model_type in FAMILIES
+        return "" if is_known else refute_depth(self.model, self.attention[0].family, recognise(self.model).depth)
 
     @property
     def stacks(self) -> tuple[str, ...]:
@@ -127,11 +130,15 @@ def map_model(
     """
     config: Any = getattr(model, "config", None)
     model_type = getattr(text_config(model), "model_type", "") or ""
-    described = (attention_path, attention_output, attention_heads)
-    if described != (None, None, None):
-        family = _described(*described)
-    else:
+    if (attention_path, attention_output, attention_heads) == (None, None, None):
         family = FAMILIES.get(model_type) or recognise(model).family
+    elif attention_path is None or attention_output is None or attention_heads is None:
+        raise InputError("describe an architecture with all three of attention_path, attention_output, attention_heads")
+    else:  # lm-eval's --model_args does not accept braces
+        before, _, after = attention_path.replace("*", "{i}").partition("{i}")
+        layer, _, attention_name = after.partition(".")
+        pattern = rf"{re.escape(before)}(?P<layer>\d+){re.escape(layer)}"
+        family = Family(pattern, attention_name, attention_output)
     attention, feed_forward = read_blocks(model, family, attention_heads)
     if not attention:
         raise InputError(
@@ -181,10 +188,13 @@ def cache_argument(outputs: Any) -> dict[str, Any]:
     return {name: outputs[name]}
 
 
-def _described(path: str | None, output: str | None, heads: int | None) -> Family:
-    if path is None or output is None or heads is None:
-        raise InputError("describe an architecture with all three of attention_path, attention_output, attention_heads")
-    path = path.replace("*", "{i}")  # lm-eval's --model_args does not accept braces
-    before, _, after = path.partition("{i}")
-    layer, _, attention = after.partition(".")
-    return Family(rf"{re.escape(before)}(?P<layer>\d+){re.escape(layer)}", attention, output)
+def uncuttable(model_map: ModelMap) -> str:
+    """Return why heads of a model can be masked but not cut; empty if they can be cut."""
+    for layer in model_map.attention:
+        if layer.family.uncuttable:
+            return layer.family.uncuttable
+        if attribute_of(layer.module, "q_layernorm.norms") is not None:
+            return "it has a list of query and key norms, one per head"
+        if projection_in(layer.module, layer.family.query) is None:
+            return "its query projection is unknown"
+    return ALIBI if getattr(model_map.model.config, "alibi", False) else ""

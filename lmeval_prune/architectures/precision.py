@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Generator, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -67,12 +67,16 @@ def _is_exact(precision: str) -> bool:
     """Return whether products of float32 are not rounded to fewer bits by a setting."""
     generator = torch.Generator().manual_seed(0)
     pairs = [[torch.randn(size, generator=generator) for size in sizes] for sizes in CHECKED_SHAPES]
-    with _set_precision(precision):
+    with _setting(torch.set_float32_matmul_precision, precision):
         products = [torch.matmul(left, right) for left, right in pairs]
     return all(
         bool(((product - left.double() @ right.double()).abs() <= SMALL_ERROR * (left.abs() @ right.abs())).all())
         for product, (left, right) in zip(products, pairs, strict=True)
     )
+
+
+_lock, _open = threading.Lock(), list[partial[None]]()  # settings of the open blocks of all threads; the last counts
+_before: tuple[str | None, list[str]] = (None, [])  # precisions outside of the blocks: PyTorch's, and each backend's
 
 
 def _matmul_precision() -> str | None:
@@ -83,50 +87,9 @@ def _matmul_precision() -> str | None:
         return None
 
 
-class _Blocks:
-    """Blocks that set the precision of products, of all threads: the last that was entered decides.
-
-    When none is left, PyTorch and each backend have the precision again that they had before the first.
-    """
-
-    def __init__(self) -> None:
-        self.lock, self.settings, self.stack = threading.Lock(), list[partial[None]](), ExitStack()
-        self.before: str | None = None
-
-    @property
-    def precision(self) -> str | None:
-        """PyTorch's precision of products outside of the blocks."""
-        with self.lock:
-            return self.before if self.settings else _matmul_precision()
-
-    @contextmanager
-    def setting(self, set_precision: Callable[..., None], *args: Any) -> Iterator[None]:
-        """Set the precision by a function inside the block."""
-        setting = partial(set_precision, *args)
-        with self.lock:
-            if not self.settings:
-                self.before = _matmul_precision()
-                self.stack.enter_context(_restored_backends())
-                if self.before is not None:
-                    self.stack.callback(torch.set_float32_matmul_precision, self.before)
-            self.settings.append(setting)
-            setting()
-        try:
-            yield
-        finally:
-            with self.lock:
-                self.settings.remove(setting)
-                if self.settings:
-                    self.settings[-1]()
-                else:
-                    self.stack.close()
-
-
-_blocks = _Blocks()
-
-
-def _set_precision(precision: str) -> AbstractContextManager[None]:
-    return _blocks.setting(torch.set_float32_matmul_precision, precision)
+def _backends() -> tuple[Any, Any]:
+    mkldnn: Any = torch.backends.mkldnn
+    return torch.backends.cuda.matmul, mkldnn.matmul
 
 
 def _set_backends_exact() -> None:
@@ -134,27 +97,35 @@ def _set_backends_exact() -> None:
         backend.fp32_precision = "ieee"
 
 
-def _backends() -> tuple[Any, Any]:
-    mkldnn: Any = torch.backends.mkldnn
-    return torch.backends.cuda.matmul, mkldnn.matmul
-
-
 @contextmanager
-def _restored_backends() -> Iterator[None]:
-    """Give each backend the precision again after the block that it had, or let it follow all.
+def _setting(set_precision: Callable[..., None], *args: Any) -> Iterator[None]:
+    """Set the precision of products by a function inside the block; after the last block, all are as before the first.
 
     `torch.set_float32_matmul_precision` gives backends a precision of their own, which does not follow a later
-    `torch.backends.fp32_precision`.
+    `torch.backends.fp32_precision`, so each backend gets its own again, or follows all.
     """
-    backends = _backends()
-    before = [backend.fp32_precision for backend in backends]
+    global _before
+    setting = partial(set_precision, *args)
+    with _lock:
+        if not _open:
+            _before = _matmul_precision(), [backend.fp32_precision for backend in _backends()]
+        _open.append(setting)
+        setting()
     try:
         yield
     finally:
-        for backend, precision in zip(backends, before, strict=True):
-            backend.fp32_precision = "none"  # that of all backends
-            if backend.fp32_precision != precision:
-                backend.fp32_precision = precision
+        with _lock:
+            _open.remove(setting)
+            if _open:
+                _open[-1]()
+            else:
+                precision, precisions = _before
+                if precision is not None:
+                    torch.set_float32_matmul_precision(precision)
+                for backend, own in zip(_backends(), precisions, strict=True):
+                    backend.fp32_precision = "none"  # that of all backends
+                    if backend.fp32_precision != own:
+                        backend.fp32_precision = own
 
 
 @contextmanager
@@ -169,26 +140,23 @@ def fast_products(rows: int = MANY_ROWS) -> Iterator[None]:
     if _matmul_precision() in (None, "high") or fast_precision() == "highest":
         yield
         return
-    with _set_precision(fast_precision() if rows >= MANY_ROWS else "highest"):
+    with _setting(torch.set_float32_matmul_precision, fast_precision() if rows >= MANY_ROWS else "highest"):
         yield
 
 
 @contextmanager
 def exact_products() -> Iterator[None]:
-    """Multiply matrices of float32 in float32 inside the block, whatever precision is set; then set that again.
-
-    The setting is that of the process: other threads see it, too, and blocks may overlap.
-    """
-    precision = _blocks.precision
+    """Multiply matrices of float32 in float32 inside the block, whatever precision is set; see `fast_products`."""
+    with _lock:
+        precision = _before[0] if _open else _matmul_precision()
     if precision is None:
-        with _blocks.setting(_set_backends_exact):
+        with _setting(_set_backends_exact):
             yield
-        return
-    if precision in ("highest", fast_precision()):
+    elif precision in ("highest", fast_precision()):
         yield
-        return
-    with _set_precision("highest"):
-        yield
+    else:
+        with _setting(torch.set_float32_matmul_precision, "highest"):
+            yield
 
 
 def with_exact_products(items: Generator[Item]) -> Generator[Item]:

@@ -83,8 +83,6 @@ _TO_4H = FeedForwardNames("mlp", "dense_h_to_4h", "dense_4h_to_h")
 _FC1 = FeedForwardNames("mlp", "fc1", "fc2")
 _FC1_IN_LAYER = FeedForwardNames("", "fc1", "fc2")
 _FFN = FeedForwardNames("ffn", "up_proj", "down_proj")
-_LIN = FeedForwardNames("ffn", "lin1", "lin2")
-_INTERMEDIATE = FeedForwardNames("", "intermediate.dense", "output.dense")
 _DENSE_RELU = FeedForwardNames("layer.1.DenseReluDense|layer.2.DenseReluDense", "wi_1|wi", "wo", "wi_0")
 
 ALIBI = "the slopes of its position biases depend on the number of heads"
@@ -99,14 +97,11 @@ _BERT = replace(
     query="self.query",
     key="self.key",
     value="self.value",
-    feed_forward=_INTERMEDIATE,
+    feed_forward=FeedForwardNames("", "intermediate.dense", "output.dense"),
 )
 _DISTILBERT = replace(
-    Family(rf"transformer\.layer\.{_NUMBER}", "attention", "out_lin", "attention_head_size"),
-    query="q_lin",
-    key="k_lin",
-    value="v_lin",
-    feed_forward=_LIN,
+    Family(rf"transformer\.layer\.{_NUMBER}", "attention", "out_lin", "attention_head_size", "q_lin", "k_lin", "v_lin"),
+    feed_forward=FeedForwardNames("ffn", "lin1", "lin2"),
 )
 _T5 = replace(
     Family(rf"{_STACK}\.block\.{_NUMBER}", "layer.0.SelfAttention", "o", "key_value_proj_dim", "q", "k", "v"),

@@ -19,7 +19,7 @@ from lmeval_prune.athena.model import Athena, AthenaOutput
 from lmeval_prune.athena.options import TrainOptions
 from lmeval_prune.athena.problems import GroundedProblem, ProblemSplit
 from lmeval_prune.athena.solving import answers
-from lmeval_prune.checkpoints.identity import checkpoint_identity, configuration_digests
+from lmeval_prune.checkpoints.loading import checkpoint_identity, configuration_digests
 from lmeval_prune.reporting.plot_style import COLOURS
 from lmeval_prune.training.trainer import (
     ACCURACY,

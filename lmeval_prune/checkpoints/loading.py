@@ -1,22 +1,28 @@
-"""Load models: choose the class that the checkpoint's weights belong to, and check that they do."""
+"""Load models: the class of a checkpoint's weights, the model with weights or without, its tokenizer, its identity."""
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any
 
+import torch
 import transformers
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer, PreTrainedModel
 from transformers.models.auto import modeling_auto
 from transformers.quantizers.auto import AutoHfQuantizer
+from transformers.utils import cached_file
+from transformers.utils.hub import extract_commit_hash
 
 from lmeval_prune.architectures import nonfinite_tensor
+from lmeval_prune.artefacts import content_digest, digest, read_json
 from lmeval_prune.attributes import replaced
 from lmeval_prune.checkpoints import embedded, modeling_pruned
 from lmeval_prune.errors import InputError, brief, first_few
@@ -31,6 +37,20 @@ _UNUSED_TENSORS = re.compile(
 )
 # Names of multi-token-prediction layers, which follow the model's own layers.
 _MULTI_TOKEN_PREDICTION = re.compile(r"nextn|mtp|(eh_proj|enorm|hnorm|shared_head)\.")
+_WEIGHTS = re.compile(r".*\.(safetensors|bin|pt|pth|gguf|h5|msgpack|py)")  # .py: code of the checkpoint
+_BESIDE_WEIGHTS = (".json", ".jinja", ".model", ".txt")  # suffixes
+_READ_BESIDE_WEIGHTS = re.compile(r".*(token|vocab|merges|template).*|.*\.(model|jinja)")
+_TRAINING = re.compile(r"training_args|optimizer|scheduler|rng_state|scaler")  # files of a trainer
+TOKENIZER_FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json"),
+    *("spiece.model", "sentencepiece.bpe.model", "source.spm"),
+)
+# Options of `cached_file` for a file that a model need not have.
+OPTIONAL: dict[str, Any] = {
+    "_raise_exceptions_for_missing_entries": False,
+    "_raise_exceptions_for_gated_repo": False,
+    "_raise_exceptions_for_connection_errors": False,
+}
 
 
 @contextmanager
@@ -227,3 +247,138 @@ def _needed(model: Any, dropped: list[str]) -> list[str]:
         return not (is_named or module or is_tower)
 
     return [key for key in dropped if is_needed(key)]
+
+
+# --------------------------------------------------------------------------- without weights
+
+
+def skeleton(config: Any, auto_class: Any = None, trust_remote_code: bool = False) -> Any:
+    """Build the model of a configuration on the meta device, by default with its `checkpoint_class`."""
+    config = copy.deepcopy(config)
+    model_class = checkpoint_class(config) if auto_class is None or has_pruned_layers(config) else None
+    with torch.device("meta"), as_input_error("no model can be built from config.json"):
+        if model_class:
+            model: Any = model_class._from_config(config)
+        else:
+            model = auto_class.from_config(config, trust_remote_code=trust_remote_code)
+    model.config._name_or_path = getattr(config, "_name_or_path", "")
+    return model
+
+
+def language_skeleton(config: Any, trust_remote_code: bool = False) -> Any:
+    """Build the language model that lm-eval loads on the meta device; raise `InputError` if there is none."""
+    model = skeleton(config, language_auto_class(config), trust_remote_code)
+    check_language_model(config, model)
+    return model
+
+
+def check_language_model(config: Any, language_model: Any) -> None:
+    """Refuse a classifier, or a model without a head, which lm-eval would load as a language model.
+
+    `language_model` is the skeleton of the model that lm-eval would load. A model without a head is accepted if the
+    language model's head is tied, because the checkpoint then has all parameters.
+    """
+    named = architecture_class(config)
+    if named is None:  # the weights are checked when they are loaded
+        return
+    try:
+        model = language_model if isinstance(language_model, named) else skeleton(config)
+    except InputError:  # cannot be built without weights
+        return
+
+    def parameters(model: Any) -> set[str]:
+        return {name.removeprefix(f"{model.base_model_prefix}.") for name, _ in model.named_parameters()}
+
+    has_no_head = model.get_output_embeddings() is None
+    if has_no_head and (model is language_model or parameters(model) != parameters(language_model)):
+        raise InputError(
+            f"{getattr(config, '_name_or_path', '') or 'this'} is a {type(model).__name__}, no language model, and "
+            f"lm-eval supports no others; name a language model"
+        )
+
+
+def skeleton_of(pretrained: str, revision: str | None = None) -> Any:
+    """Build the model of a name or folder on the meta device."""
+    return skeleton(read_config(pretrained, revision))
+
+
+def with_weights(model: Any, pretrained: str, revision: str | None = None) -> Any:
+    """Load the model of `skeleton_of` with its weights in their own dtype; raise `InputError` if that fails."""
+    with as_input_error(f"the weights of {pretrained} cannot be loaded"):
+        return load_weights(type(model), embedded.resolve(pretrained), revision=revision, dtype="auto")
+
+
+def is_quantised(model: Any) -> bool:
+    """Return whether a model's weights are quantised; the model may have no weights yet."""
+    return bool(getattr(model, "is_quantized", False) or getattr(model.config, "quantization_config", None))
+
+
+def check_unquantised(model: Any, pretrained: str) -> None:
+    """Raise `InputError` for a quantised model, which may have no weights yet."""
+    if is_quantised(model):
+        raise InputError(f"{pretrained} is quantised, and cannot be cut or rewritten; give its dequantised weights")
+
+
+def tokenizer_of(pretrained: str, revision: str | None, add_bos_token: bool | None = None) -> Any:
+    """Load a model's tokenizer; return None if it has no tokenizer files (transformers would invent a tokenizer)."""
+    source = embedded.resolve(pretrained)
+    if not any(cached_file(source, name, revision=revision, **OPTIONAL) for name in TOKENIZER_FILES):
+        return None
+    settings = {} if add_bos_token is None else {"add_bos_token": add_bos_token}
+    with as_input_error(f"the tokenizer of {pretrained} cannot be read; repair its files, or remove them"):
+        return AutoTokenizer.from_pretrained(source, revision=revision, trust_remote_code=False, **settings)
+
+
+# --------------------------------------------------------------------------- identity
+
+
+def weight_files(folder: Path, names: Iterable[str]) -> list[Path]:
+    """Return the files in a folder that hold weights or code of the checkpoint, sorted by name."""
+    return [folder / name for name in sorted(names) if _WEIGHTS.fullmatch(name) and not _TRAINING.match(name)]
+
+
+def checkpoint_identity(
+    pretrained: str, revision: str | None = None, subfolder: str = "", gguf_file: str | None = None
+) -> str:
+    """Return a digest of a checkpoint's weights, independent of the folder's name; for a hub model, of name and commit.
+
+    Arguments as for transformers; `pretrained` may be an embedded model.
+    """
+    embedded.check_name(pretrained, {"gguf_file": gguf_file, "subfolder": subfolder, "revision": revision})
+    folder = Path(embedded.resolve(pretrained)).expanduser()
+    if folder.is_dir():
+        folder = folder / subfolder
+        names = [gguf_file] if gguf_file else [path.name for path in folder.iterdir()] if folder.is_dir() else []
+        files = [path for path in weight_files(folder, names) if path.is_file()]
+        if not files:  # all such folders would have one identity
+            raise InputError(f"pretrained={pretrained}: the folder holds no weights")
+        return digest([content_digest(path) for path in files])
+    config = cached_file(pretrained, gguf_file or "config.json", revision=revision, subfolder=subfolder)
+    commit: Any = extract_commit_hash(config, None)
+    variant = [name for name in (subfolder, gguf_file) if name]  # a commit may hold several models
+    return digest([pretrained, commit or content_digest(str(config)), *variant])
+
+
+def configuration_files(pretrained: str, subfolder: str = "") -> list[Path]:
+    """Return the files beside a checkpoint's weights, sorted by name; none of a hub model, which a commit identifies.
+
+    Besides configuration, tokenizer and chat template there can be files that no model reads.
+    """
+    folder = Path(embedded.resolve(pretrained)).expanduser() / subfolder
+    files = sorted(folder.iterdir()) if folder.is_dir() else []
+    return [file for file in files if file.suffix in _BESIDE_WEIGHTS]
+
+
+def configuration_digests(pretrained: str) -> dict[str, str]:
+    """Return digests of a checkpoint's configuration, tokenizer and chat template, by the names of their files.
+
+    Of a configuration's, path and version do not count, which change when a model is written again.
+    """
+    digests = {}
+    for file in configuration_files(pretrained):
+        if file.name in ("config.json", "generation_config.json"):
+            ignored = ("_name_or_path", "transformers_version")
+            digests[file.name] = digest({name: value for name, value in read_json(file).items() if name not in ignored})
+        elif _READ_BESIDE_WEIGHTS.fullmatch(file.name):
+            digests[file.name] = content_digest(file)
+    return digests

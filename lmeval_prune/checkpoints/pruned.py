@@ -10,7 +10,7 @@ import logging
 import os
 import shutil
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, NotRequired
 
@@ -21,7 +21,7 @@ from transformers.utils import cached_file
 from typing_extensions import TypedDict
 
 from lmeval_prune.architectures import weights_fingerprint
-from lmeval_prune.architectures.sublayer_names import compact_names
+from lmeval_prune.architectures.names import compact_names
 from lmeval_prune.artefacts import (
     TEMPORARY_PREFIX,
     content_digest,
@@ -30,15 +30,22 @@ from lmeval_prune.artefacts import (
     read_json,
     write_artefact,
 )
+from lmeval_prune.attributes import replaced
 from lmeval_prune.checkpoints import embedded, modeling_pruned
-from lmeval_prune.checkpoints.identity import weight_files
-from lmeval_prune.checkpoints.loading import PREFIX, auto_model_class, has_pruned_layers, stock_class, task_classes
+from lmeval_prune.checkpoints.loading import (
+    OPTIONAL,
+    PREFIX,
+    auto_model_class,
+    has_pruned_layers,
+    stock_class,
+    task_classes,
+    weight_files,
+)
 from lmeval_prune.errors import InputError, first_few
 
 _logger = logging.getLogger(__name__)
 SCHEMA, VERSION = "lmeval-prune/checkpoint", 1
 MANIFEST = "lmeval_prune.json"
-_CROSS = "cross."  # begins the names of cross-attention blocks
 PLAN = "plan.json"  # what `cut` removed; a checkpoint that was trained after that has none
 _MODULES = "modules.json"  # of sentence-transformers: the folder of each module, e.g. of the pooling
 _COMPANIONS = (
@@ -124,11 +131,8 @@ def check_folder(folder: str | os.PathLike[str], parents: Collection[str] = (), 
     manifest = read_manifest(folder) or {"files": {}}
     if keeps_trained and is_trained(manifest):
         raise InputError(f"{folder} holds a trained checkpoint, which would be lost; name another folder")
-    known = {
-        name
-        for name, digest in manifest["files"].items()
-        if (folder / name).is_file() and content_digest(folder / name) == digest
-    }
+    digests = {name: content_digest(folder / name) for name in manifest["files"] if (folder / name).is_file()}
+    known = {name for name, digest in digests.items() if digest == manifest["files"][name]}
     if foreign := sorted(set(_files(folder)) - known):
         raise InputError(
             f"{folder} holds files that do not belong to a checkpoint of lmeval-prune, or have changed "
@@ -144,13 +148,7 @@ def _copy_companions(source: str, folder: Path, revision: str | None) -> None:
             is_stored = embedded.cached_file(source, {"revision": revision}) is not None
 
     def copy(name: str) -> None:
-        optional: dict[str, Any] = {
-            "revision": revision,
-            "_raise_exceptions_for_missing_entries": False,
-            "_raise_exceptions_for_gated_repo": False,
-            "_raise_exceptions_for_connection_errors": False,
-        }
-        file = cached_file(source, name, **optional)
+        file = cached_file(source, name, revision=revision, **OPTIONAL)
         if file is not None and not (folder / name).exists():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(file, folder / name)
@@ -185,21 +183,15 @@ def _write_model(folder: Path, model: Any) -> None:
             classes["AutoModel"] = base or stock
         config.architectures = [f"{PREFIX}{stock.__name__}"]
         config.auto_map = {name: f"modeling_pruned.{PREFIX}{kind.__name__}" for name, kind in classes.items()}
-    if settings is not None:
-        model.generation_config = GenerationConfig()
-    try:
-        model.save_pretrained(folder)
-    finally:
-        if settings is not None:
-            model.generation_config = settings
-    if settings is not None:
-        settings.to_json_file(folder / "generation_config.json", use_diff=True, keys_to_pop=["compile_config"])
-    if has_pruned_layers(config):
         code = Path(modeling_pruned.__file__).read_text(encoding="utf-8")
         for name in dict.fromkeys(kind.__name__ for kind in classes.values()):
             code += f"\n\nfrom transformers import {name}  # noqa: E402\n\n\n"
             code += f"class {PREFIX}{name}(Pruned, {name}):\n    pass\n"
         (folder / "modeling_pruned.py").write_text(code, encoding="utf-8")
+    with replaced(model, generation_config=GenerationConfig()) if settings is not None else nullcontext():
+        model.save_pretrained(folder)
+    if settings is not None:
+        settings.to_json_file(folder / "generation_config.json", use_diff=True, keys_to_pop=["compile_config"])
 
 
 # --------------------------------------------------------------------------- manifests
@@ -222,12 +214,12 @@ def valid_manifest(folder: str | os.PathLike[str]) -> dict[str, Any] | None:
     manifest = read_manifest(folder)
     if manifest is None:
         return None
-    digests = manifest["files"]
-    names = {path.name for path in Path(folder).iterdir()} | digests.keys()
-    for path in weight_files(Path(folder), names):
-        if not path.is_file() or content_digest(path) != digests.get(path.relative_to(folder).as_posix()):
-            _logger.warning("%s holds other weights than %s was written for, which is ignored", folder, MANIFEST)
-            return None
+    digests, path = manifest["files"], Path(folder)
+    files = weight_files(path, {file.name for file in path.iterdir()} | digests.keys())
+    actual = {file.relative_to(path).as_posix(): content_digest(file) for file in files if file.is_file()}
+    if len(actual) < len(files) or any(digests.get(name) != value for name, value in actual.items()):
+        _logger.warning("%s holds other weights than %s was written for, which is ignored", folder, MANIFEST)
+        return None
     return manifest
 
 
@@ -239,9 +231,9 @@ def is_trained(manifest: Mapping[str, Any]) -> bool:
 def checkpoint_columns(manifest: dict[str, Any]) -> dict[str, Any]:
     """Return the results file's entry about a cut checkpoint: its parent, and what all stages removed."""
     stages = manifest["stages"]
-    names = ("heads", "kv_heads", "channels", "blocks", "layers")
-    total = {name: sum(stage["removed"].get(name, 0) for stage in stages) for name in names}
-    total = {name: count for name, count in total.items() if count or name in names[:3]}
+    always, others = ("heads", "kv_heads", "channels"), ("blocks", "layers")
+    total = {name: sum(stage["removed"].get(name, 0) for stage in stages) for name in always + others}
+    total = {name: count for name, count in total.items() if count or name in always}
     parent = {name: stages[0]["parent"][name] for name in ("name", "revision")}
     return {"parent": parent, "class": manifest["class"], "stages": len(stages), "removed": total}
 
@@ -262,18 +254,16 @@ def first_labels(stages: Iterable[Mapping[str, Any]]) -> dict[str, str]:
 
 def removed_blocks(stages: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     """Return the blocks that each cut removed as a whole, by their names in the model before the first of the cuts."""
-
-    def first_name(name: str, labels: Mapping[str, str]) -> str:
-        label, _, kind = name.rpartition(".")
-        if label.startswith(_CROSS):  # cross-attention is in a layer of the decoder
-            layer = f"decoder.{label.removeprefix(_CROSS)}"
-            return f"{_CROSS}{labels.get(layer, layer).removeprefix('decoder.')}.{kind}"
-        return f"{labels.get(label, label)}.{kind}"
-
-    return [
-        [first_name(name, first_labels(stages[:number])) for name in stage["removed_blocks"]]
-        for number, stage in enumerate(stages)
-    ]
+    blocks: list[list[str]] = []
+    for number, stage in enumerate(stages):
+        labels = first_labels(stages[:number])
+        blocks.append([])
+        for name in stage["removed_blocks"]:
+            label, _, kind = name.rpartition(".")
+            layer = label.replace("cross.", "decoder.")  # cross-attention is in a layer of the decoder
+            first = labels.get(layer, layer)
+            blocks[-1].append(f"{first if layer == label else first.replace('decoder.', 'cross.')}.{kind}")
+    return blocks
 
 
 def removal_summary(manifest: dict[str, Any]) -> str:

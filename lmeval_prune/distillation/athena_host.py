@@ -15,7 +15,7 @@ from lmeval_prune.athena import checkpoint, training
 from lmeval_prune.athena.batches import Collator, make_examples
 from lmeval_prune.athena.options import TrainOptions
 from lmeval_prune.athena.problems import ProblemSplit
-from lmeval_prune.checkpoints.skeleton import skeleton_of
+from lmeval_prune.checkpoints.loading import skeleton_of
 from lmeval_prune.config import differs_from_default
 from lmeval_prune.distillation.host import SOLVED_THEN_LOSS, Host, TrainingExamples
 from lmeval_prune.distillation.losses import choice_divergence, judgement_divergence

@@ -16,7 +16,7 @@ from typing_extensions import TypedDict
 
 from lmeval_prune.artefacts import read_artefact
 from lmeval_prune.checkpoints import embedded
-from lmeval_prune.checkpoints.identity import checkpoint_identity, configuration_digests
+from lmeval_prune.checkpoints.loading import checkpoint_identity, configuration_digests
 from lmeval_prune.checkpoints.pruned import read_manifest
 from lmeval_prune.distance.tokens import Text
 from lmeval_prune.distillation.options import DistillOptions

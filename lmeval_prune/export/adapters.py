@@ -26,10 +26,9 @@ from lmeval_prune.architectures import AttentionLayer, map_model
 from lmeval_prune.architectures.blocks import columns_of, is_transposed, weight_of
 from lmeval_prune.artefacts import content_digest, digest, new_folder, output_lock, write_artefact, write_bytes
 from lmeval_prune.checkpoints import embedded
-from lmeval_prune.checkpoints.identity import checkpoint_identity
-from lmeval_prune.checkpoints.skeleton import is_quantised, skeleton_of, with_weights
+from lmeval_prune.checkpoints.loading import checkpoint_identity, is_quantised, skeleton_of, with_weights
 from lmeval_prune.errors import InputError
-from lmeval_prune.export.gguf_model import GGUF_TYPES, SERVER_DTYPES, add_tensor, gguf_architecture, write_gguf
+from lmeval_prune.export.gguf import GGUF_TYPES, SERVER_DTYPES, add_tensor, gguf_architecture, write_gguf
 from lmeval_prune.export.manifest import MANIFEST, SCHEMA, VERSION, adapter_name, read_adapter
 from lmeval_prune.interventions.head_mask import HeadMask
 from lmeval_prune.interventions.plan import tensors_digest
@@ -112,12 +111,12 @@ class AdapterExport:
             count = int(split[2])
             paths = [path.with_name(f"{split[1]}-{part:05d}-of-{count:05d}.gguf") for part in range(1, count + 1)]
         tensors = {tensor.name: tensor for part in paths for tensor in GGUFReader(part).tensors}
-        for layer in {layer.index: layer for mask in self.masks.values() for layer, _ in self._layers(mask)}.values():
+        for layer in dict.fromkeys(layer for mask in self.masks.values() for layer, _ in self._layers(mask)):
             name, weight = f"blk.{layer.index}.attn_output.weight", weight_of(layer.o_proj).to(self.torch_dtype)
             stored = tensors.get(name)
             # copied: torch warns of read-only memory
             values = None if stored is None else torch.tensor(dequantize(stored.data, stored.tensor_type))
-            is_same = values is not None and values.shape == weight.shape and torch.equal(values, weight.float())
+            is_same = values is not None and torch.equal(values, weight.float())
             # ggml rounds a layer's input to the type of its weights: the adapter, of another one, would leave a rest
             if stored is None or not is_same or stored.tensor_type != GGUF_TYPES[weight.dtype]:
                 raise InputError(
@@ -130,14 +129,21 @@ class AdapterExport:
         with output_lock(self.output):
             for name, mask in self.masks.items():
                 folder = self.output / name
-                exists = folder.exists()
-                if exists:
-                    self._check_existing(folder, mask)
-                else:
+                if is_new := not folder.exists():
                     updates = list(self.updates(mask))
                     with new_folder(folder) as temporary:
                         self._write(temporary, name, mask, updates)
-                yield name, not exists
+                else:
+                    manifest = read_adapter(folder)
+                    own = {"heads": list(mask.heads), "format": self.format, "dtype": self.dtype, "base": self.base}
+                    if differs := [key for key, value in own.items() if manifest[key] != value]:
+                        raise InputError(
+                            f"{folder} is an adapter of another {differs[0]}; name another folder, or remove it"
+                        )
+                    for file, sha256 in manifest["files"].items():
+                        if content_digest(folder / file) != sha256:
+                            raise InputError(f"{folder}/{file} has changed since; remove {folder} to export it again")
+                yield name, is_new
 
     def updates(self, mask: HeadMask) -> Iterator[Update]:
         """Compute the update of each layer of a mask; check that it only zeroes columns if merged."""
@@ -154,16 +160,6 @@ class AdapterExport:
             if not torch.equal(weight + (lora_b.to(exact) @ lora_a.to(exact)).to(weight.dtype), expected):
                 raise InputError(f"merged into {names[layer.o_proj]}, the adapter is not exact; give another --dtype")
             yield Update(names[layer.o_proj], layer.index, heads, lora_a, lora_b, len(columns))
-
-    def _check_existing(self, folder: Path, mask: HeadMask) -> None:
-        manifest = read_adapter(folder)
-        expected = {"heads": list(mask.heads), "format": self.format, "dtype": self.dtype, "base": self.base}
-        differs = [name for name, value in expected.items() if manifest[name] != value]
-        if differs:
-            raise InputError(f"{folder} is an adapter of another {differs[0]}; name another folder, or remove it")
-        for name, sha256 in manifest["files"].items():
-            if content_digest(folder / name) != sha256:
-                raise InputError(f"{folder}/{name} has changed since the export; remove {folder} to export it again")
 
     def _write(self, folder: Path, name: str, mask: HeadMask, updates: list[Update]) -> None:
         if self.format == "gguf":

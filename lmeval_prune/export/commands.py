@@ -1,13 +1,20 @@
-"""`lmeval-prune export adapter` and `export model`."""
+"""`lmeval-prune export adapter` and `export model`, and the command lines that serve what they write."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Literal
+from shlex import quote
+from typing import TYPE_CHECKING, Any, Literal
 
 from lmeval_prune.config import command
 from lmeval_prune.errors import InputError
+from lmeval_prune.export.vllm_plugin import STOCK
+
+if TYPE_CHECKING:
+    from lmeval_prune.export.adapters import AdapterExport
+
+VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # values of vLLM's --max-lora-rank
 
 
 @command(resumes=True)
@@ -42,9 +49,8 @@ def adapter(
         allow_other_model: take a mask of another model, if it fits
     """
     from lmeval_prune.architectures import Head, map_model
-    from lmeval_prune.checkpoints.skeleton import skeleton_of
+    from lmeval_prune.checkpoints.loading import skeleton_of
     from lmeval_prune.export.adapters import AdapterExport
-    from lmeval_prune.export.servers import adapter_lines
     from lmeval_prune.interventions import HeadMask, load_intervention
 
     masks = [HeadMask(names, allow_empty_layer=allow_empty_layer) for names in heads]
@@ -102,7 +108,6 @@ def model(
         allow_empty_layer: let a layer lose all its heads
         allow_other_model: take a plan of another model, if it fits
     """
-    from lmeval_prune.export.servers import model_lines
     from lmeval_prune.interventions.plan import Plan, load_plan
     from lmeval_prune.surgery.cut import write_cut
 
@@ -110,17 +115,66 @@ def model(
         raise InputError("--plan, --blocks and --heads say what to remove; give the plan or the others")
     pruned = Plan(heads or (), blocks=blocks or (), allow_empty_layer=allow_empty_layer) if heads or blocks else None
     pruned = load_plan(plan, allow_other_model, allow_empty_layer) if plan else pruned
-    config = None
     if format == "gguf":
-        from lmeval_prune.export.gguf_model import export_gguf
+        from lmeval_prune.export.gguf import export_gguf
 
         export_gguf(pretrained, pruned, output, zeroed, dtype, splitting, revision)
+        print(f"\nllama-server -m {quote(output)}")
     elif pruned is None:
         raise InputError("name what to remove: --plan FILE, --heads L5H3+L15H0 or --blocks L5")
     elif dtype or splitting:
         raise InputError("--dtype and --splitting are for --format gguf")
     else:
-        config = write_cut(pretrained, pruned, output, revision, zeroed).model.config
-    for line in model_lines(output, format, config):
-        print(f"\n{line}")
+        options, comment = _vllm_options(write_cut(pretrained, pruned, output, revision, zeroed).model.config)
+        print(f"\n{comment}vllm serve {quote(output)}{options}")
+        if not options:
+            print(f"\npython -m sglang.launch_server --model-path {quote(output)}")
     return 0
+
+
+def adapter_lines(export: AdapterExport, revision: str | None) -> list[str]:
+    """Return the command lines that serve the adapters of an export, and earlier ones that the same server can load."""
+    from lmeval_prune.export.manifest import read_adapters
+
+    settings = {"format": export.format, "base": export.base, "dtype": export.dtype}
+    found = read_adapters(export.output).values()
+    adapters = [each for each in found if all(each.get(name) == value for name, value in settings.items())]
+    folder, names = export.output.resolve(), [adapter["name"] for adapter in adapters]
+    if export.format == "gguf":
+        files = " ".join(f"--lora {quote(str(folder / name / 'adapter.gguf'))}" for name in names)
+        model, comment = quote(export.served), ""
+        if not export.served.endswith(".gguf"):
+            model, comment = "MODEL.gguf", f"# MODEL.gguf: the base model in {export.dtype}, not quantised\n"
+        return [f"{comment}llama-server -m {model} --lora-init-without-apply {files}"]
+    served = quote(export.served) + (f" --revision {quote(revision)}" if revision else "")
+    rank, slots = max(adapter["rank"] for adapter in adapters), len(names) + 1  # vLLM on a CPU needs one slot more
+    projection = next(iter(adapters[0]["modules"])).rpartition(".")[2]
+    options, comment = _vllm_options(export.model_map.model.config)
+    max_rank = next((allowed for allowed in VLLM_RANKS if allowed >= rank), rank)  # vLLM refuses more
+    lines = [
+        f"{comment}"
+        f"VLLM_PLUGINS=lora_filesystem_resolver,lmeval_prune VLLM_ALLOW_RUNTIME_LORA_UPDATING=True "
+        f"VLLM_LORA_RESOLVER_CACHE_DIR={quote(str(folder))} "
+        f"vllm serve {served}{options} --dtype {export.dtype} --enable-lora --max-lora-rank {max_rank} "
+        f"--max-loras {slots} --max-cpu-loras {slots} --lora-target-modules {projection}"
+    ]
+    if not options:
+        paths = " ".join(quote(f"{name}={folder / name}") for name in names)
+        lines.append(
+            f"python -m sglang.launch_server --model-path {served} --dtype {export.dtype} --enable-lora "
+            f"--lora-paths {paths} "
+            f"--max-loras-per-batch {slots} --max-lora-rank {rank} --lora-target-modules {projection}"
+        )
+    return lines
+
+
+def _vllm_options(config: Any) -> tuple[str, str]:
+    """Return vLLM's options for loading a model, and a comment line about them. Both are empty for stock models."""
+    from lmeval_prune.checkpoints.loading import has_pruned_layers
+    from lmeval_prune.surgery.model_class import unusual_head_dim
+
+    if not has_pruned_layers(config):
+        return (" --model-impl transformers" if unusual_head_dim(config) else ""), ""
+    is_registered = config.architectures[0].removeprefix("Pruned") in STOCK
+    comment = "# --trust-remote-code is not needed if lmeval-prune is installed\n" if is_registered else ""
+    return " --trust-remote-code", comment

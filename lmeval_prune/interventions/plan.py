@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from typing_extensions import TypedDict
 
 from lmeval_prune.architectures import AttentionLayer, FeedForward, ModelMap, head_names
-from lmeval_prune.architectures.sublayer_names import block_names, named_sublayers
-from lmeval_prune.architectures.sublayers import Sublayer
+from lmeval_prune.architectures.blocks import Sublayer
+from lmeval_prune.architectures.names import block_names, named_sublayers
 from lmeval_prune.artefacts import (
     NONFINITE_REMEDY,
     check_finite,

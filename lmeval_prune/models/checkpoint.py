@@ -12,9 +12,8 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 from lmeval_prune.architectures import ModelMap, map_model
 from lmeval_prune.artefacts import digest
 from lmeval_prune.checkpoints import embedded
-from lmeval_prune.checkpoints.loading import as_input_error
+from lmeval_prune.checkpoints.loading import as_input_error, language_skeleton
 from lmeval_prune.checkpoints.modeling_pruned import without_warnings_of_layers
-from lmeval_prune.checkpoints.skeleton import language_skeleton
 from lmeval_prune.models.arguments import FAMILY_DESCRIPTION
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from lmeval_prune.architectures import adapters_of, config_fingerprint
 from lmeval_prune.artefacts import CREATED_BY, content_digest, digest, files_digest
-from lmeval_prune.checkpoints.identity import checkpoint_identity
+from lmeval_prune.checkpoints.loading import checkpoint_identity
 from lmeval_prune.errors import InputError
 from lmeval_prune.interventions import combined, interventions_on
 from lmeval_prune.models.head_router import POLICIES

@@ -25,13 +25,14 @@ from lmeval_prune.checkpoints import embedded
 from lmeval_prune.checkpoints.loading import (
     CheckedLoader,
     as_input_error,
+    check_language_model,
     checkpoint_class,
     has_pruned_layers,
+    skeleton,
     with_padded_rows,
 )
 from lmeval_prune.checkpoints.modeling_pruned import without_warnings_of_layers
 from lmeval_prune.checkpoints.pruned import checkpoint_columns, manifest_of, removal_summary, valid_manifest
-from lmeval_prune.checkpoints.skeleton import check_language_model, skeleton
 from lmeval_prune.config import resolve_device
 from lmeval_prune.decoding import Engine, SamplingParams
 from lmeval_prune.decoding.fallback import Ended

@@ -36,8 +36,7 @@ from lmeval_prune.architectures import config_fingerprint
 from lmeval_prune.artefacts import CREATED_BY, digest
 from lmeval_prune.attributes import replaced
 from lmeval_prune.checkpoints import embedded
-from lmeval_prune.checkpoints.identity import checkpoint_identity
-from lmeval_prune.checkpoints.loading import as_input_error
+from lmeval_prune.checkpoints.loading import as_input_error, checkpoint_identity
 from lmeval_prune.decoding.request import logits_settings
 from lmeval_prune.errors import InputError, did_you_mean, first_line, print_input_errors
 from lmeval_prune.export.manifest import adapter_name, read_adapters, read_lora

@@ -20,7 +20,7 @@ from lm_eval.models.api_models import TemplateAPI
 from lm_eval.models.huggingface import HFLM
 
 from lmeval_prune.artefacts import content_digest, digest
-from lmeval_prune.checkpoints.identity import checkpoint_identity, configuration_files
+from lmeval_prune.checkpoints.loading import checkpoint_identity, configuration_files
 from lmeval_prune.config import Count, parse_value
 from lmeval_prune.errors import InputError, print_input_errors
 from lmeval_prune.models import generation

@@ -53,7 +53,7 @@ def importance(
         check_exists(text_options.text)
     from lmeval_prune.architectures import map_model
     from lmeval_prune.artefacts import check_writable
-    from lmeval_prune.checkpoints.skeleton import skeleton_of, with_weights
+    from lmeval_prune.checkpoints.loading import skeleton_of, with_weights
     from lmeval_prune.interventions.plan import Plan
     from lmeval_prune.pruners.base import check_scores, make_pruner, per_member
     from lmeval_prune.pruners.estimate import Estimate
@@ -136,16 +136,15 @@ def prune(
         check_exists(text_options.text)
     from lmeval_prune.architectures import map_model
     from lmeval_prune.artefacts import check_writable
+    from lmeval_prune.checkpoints.loading import skeleton_of, tokenizer_of, with_weights
     from lmeval_prune.checkpoints.pruned import check_folder
-    from lmeval_prune.checkpoints.skeleton import skeleton_of, with_weights
-    from lmeval_prune.checkpoints.tokenizer import tokenizer_of
     from lmeval_prune.distance.effect import print_effect
     from lmeval_prune.distance.tokens import logits_under
     from lmeval_prune.interventions.plan import Plan
     from lmeval_prune.pruners.base import make_pruner
     from lmeval_prune.pruners.schedule import check_methods, resolve_options, stages
     from lmeval_prune.pruners.scoring import kinds_read_for
-    from lmeval_prune.surgery.cut import check_cuttable, cut_to, print_cut
+    from lmeval_prune.surgery.cut import check_cuttable, cut_to
 
     torch_device, scored = resolve_device(device), None
     if scores:
@@ -194,7 +193,7 @@ def prune(
     tokenizer = tokenizer_of(pretrained, revision)
     print_effect(model_map.model, logits_under([plan], model_map), tokenizer, calibration.unread if calibration else ())
     if cut:
-        print_cut(cut, cut_to(cut, model_map.model, plan, tokenizer))
+        cut_to(cut, model_map.model, plan, tokenizer).report(cut)
     rmtree(work, ignore_errors=True)
     return 0
 
@@ -217,7 +216,7 @@ def cut_model(
         allow_empty_layer: let a layer lose all its heads
         allow_other_model: accept a plan of another model, if it fits
     """
-    from lmeval_prune.checkpoints.tokenizer import tokenizer_of
+    from lmeval_prune.checkpoints.loading import tokenizer_of
     from lmeval_prune.distance.effect import print_effect
     from lmeval_prune.distance.tokens import logits_of
     from lmeval_prune.interventions.plan import load_plan
@@ -233,7 +232,7 @@ def _work_folder(output: str) -> Path:
 
 
 def _calibration(skeleton: Any, pretrained: str, revision: str | None, text_options: TextOptions, output: str) -> Any:
-    from lmeval_prune.checkpoints.tokenizer import tokenizer_of
+    from lmeval_prune.checkpoints.loading import tokenizer_of
     from lmeval_prune.planning.texts import read_text, responses_folder
 
     tokenizer = tokenizer_of(pretrained, revision, text_options.add_bos_token)

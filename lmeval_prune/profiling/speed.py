@@ -22,8 +22,7 @@ import transformers
 from transformers import GenerationConfig
 
 from lmeval_prune.architectures import cache_argument
-from lmeval_prune.checkpoints.loading import load_pretrained
-from lmeval_prune.checkpoints.skeleton import skeleton_of
+from lmeval_prune.checkpoints.loading import load_pretrained, skeleton_of
 from lmeval_prune.profiling.costs import random_inputs
 
 # Tokens per second of further ways to answer prompts, by name: gets a causal model, prompts (batch, tokens), the number

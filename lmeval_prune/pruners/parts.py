@@ -10,13 +10,15 @@ from torch import Tensor, nn
 
 from lmeval_prune.architectures import AttentionLayer, FeedForward, ModelMap
 from lmeval_prune.architectures.blocks import (
+    ATTENTION,
+    FEED_FORWARD,
+    Sublayer,
     attribute_of,
     columns_of,
     in_features,
     out_features,
     weight_of,
 )
-from lmeval_prune.architectures.sublayers import ATTENTION, FEED_FORWARD, Sublayer
 
 HEADS, CHANNELS = "heads", "channels"
 KINDS = (HEADS, CHANNELS)

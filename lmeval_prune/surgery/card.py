@@ -58,10 +58,11 @@ def write_card(
         return
     title, fields = printable(title), _base(*parent)
     base = fields["base_model"] if isinstance(fields.get("base_model"), str) else model_name(parent[0])
-    data = ModelCardData(
-        library_name=library, pipeline_tag=pipeline, tags=[*dict.fromkeys(["lmeval-prune", *tags])], **fields
-    )
-    marked = {"front_matter": data.to_yaml(), "quoted": shlex.quote(title), "command": _command(), "marker": MARKER}
+    tags = [*dict.fromkeys(["lmeval-prune", *tags])]
+    data = ModelCardData(library_name=library, pipeline_tag=pipeline, tags=tags, **fields)
+    is_ours = Path(sys.argv[0]).stem == "lmeval-prune"  # else a Python program of one's own
+    command = printable(shlex.join(["lmeval-prune", *map(shown, sys.argv[1:])])) if is_ours else ""
+    marked = {"front_matter": data.to_yaml(), "quoted": shlex.quote(title), "command": command, "marker": MARKER}
     values |= {name: Markup(value) for name, value in marked.items()}
     values |= {"base": base, "license": fields.get("license_name") or fields.get("license"), "created_by": CREATED_BY}
     values |= {"title": title, "library": library, "removed": removed, "training": training}
@@ -120,12 +121,6 @@ def auto_class(model: Any) -> str:
         return min(classes, key=lambda name: usual.index(name) if name in usual else len(usual))
     is_base = auto_model_class("AutoModel", model.config) is stock
     return "AutoModel" if is_base or has_pruned_layers(model.config) else stock.__name__
-
-
-def _command() -> str:
-    """Return the running command; empty in a Python program of one's own."""
-    is_ours = Path(sys.argv[0]).stem == "lmeval-prune"
-    return printable(shlex.join(["lmeval-prune", *map(shown, sys.argv[1:])])) if is_ours else ""
 
 
 def _base(parent: str, revision: str | None) -> dict[str, Any]:

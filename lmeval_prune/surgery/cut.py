@@ -1,8 +1,7 @@
 """Cut heads, channels and blocks out of a model by a plan.
 
 The remaining tensors are computed by name: rows of the projections that compute a head or a channel, columns of the
-projection that reads it. `depth.py` finds the modules that can go with a block, and `model_class.py` chooses a model
-class for the rest.
+projection that reads it. `kept.py` finds what stays, and `model_class.py` chooses a model class for it.
 """
 
 from __future__ import annotations
@@ -26,19 +25,16 @@ from lmeval_prune.architectures import (
     uncuttable,
     weights_fingerprint,
 )
-from lmeval_prune.architectures.blocks import columns_of, is_transposed
-from lmeval_prune.architectures.layers import layers_in
+from lmeval_prune.architectures.blocks import columns_of, is_transposed, layers_in
 from lmeval_prune.artefacts import check_writable
+from lmeval_prune.checkpoints.loading import check_unquantised, skeleton_of, tokenizer_of, with_weights
 from lmeval_prune.checkpoints.pruned import PLAN, check_folder, manifest_of, save_checkpoint
-from lmeval_prune.checkpoints.skeleton import check_unquantised, skeleton_of, with_weights
-from lmeval_prune.checkpoints.tokenizer import tokenizer_of
 from lmeval_prune.errors import InputError, first_line
 from lmeval_prune.interventions.head_mask import HeadMask
 from lmeval_prune.interventions.plan import Plan, find_projection
 from lmeval_prune.profiling.costs import parameters
 from lmeval_prune.surgery.card import write_checkpoint_card
-from lmeval_prune.surgery.depth import is_inside, why_different
-from lmeval_prune.surgery.kept import Kept
+from lmeval_prune.surgery.kept import Kept, is_inside
 from lmeval_prune.surgery.model_class import models_with
 
 # Attributes of a cut model in memory: its stages, and the questions that it was trained and validated on.
@@ -66,6 +62,33 @@ class Cut:
 
         save_checkpoint(folder, self.model, self.manifest, tokenizer, add_files, *origin)
 
+    def report(self, folder: str) -> None:
+        """Print the numbers of parameters before and after the last cut, and the notes of the manifest."""
+        sizes = self.manifest["stages"][-1]["parameters"]
+        (before, before_without_embeddings), (after, after_without_embeddings) = sizes["before"], sizes["after"]
+        print(f"{folder}: {type(self.model).__name__}, {after / 1e6:.2f} of {before / 1e6:.2f} million parameters")
+        without = 1 - after_without_embeddings / before_without_embeddings
+        print(f"  {1 - after / before:.2%} fewer in all, {without:.2%} fewer without embeddings")
+        for note in self.manifest["notes"]:
+            print(f"  {note}")
+
+
+def cut(model: Any, plan: Plan | HeadMask, keep_shapes: bool = False, revision: str | None = None) -> Cut:
+    """Build a new model without the heads, channels and blocks that a plan removes; the old model does not change.
+
+    Args:
+        model: a transformers model of a known family, which may have been cut before; or the name or folder of one.
+        plan: a plan, or a head mask, for this model.
+        keep_shapes: zero the weights of removed units and keep the shapes, for engines that support no other shapes.
+        revision: of the model, if it is loaded from the Hub.
+    """
+    if isinstance(model, str):
+        model = with_weights(skeleton_of(model, revision), model, revision)
+    model_map = map_model(model)
+    plan = Plan.from_mask(plan) if isinstance(plan, HeadMask) else plan
+    check_cuttable(model_map, bool(plan.heads) and not keep_shapes)
+    return _cut_fitted(model_map, plan.fit_to(model_map), keep_shapes)
+
 
 def cut_to(folder: str | os.PathLike[str], model: Any, plan: Plan | HeadMask, tokenizer: Any = None) -> Cut:
     """Cut a model and write the checkpoint."""
@@ -74,44 +97,14 @@ def cut_to(folder: str | os.PathLike[str], model: Any, plan: Plan | HeadMask, to
     return smaller
 
 
-def cut(model: Any, plan: Plan | HeadMask, keep_shapes: bool = False) -> Cut:
-    """Build a new model without the heads, channels and blocks that a plan removes; the old model does not change.
-
-    Args:
-        model: a transformers model of a known family; it may have been cut before.
-        plan: a plan, or a head mask, for this model.
-        keep_shapes: zero the weights of removed units and keep the shapes, for engines that support no other shapes.
-    """
-    model_map = map_model(model)
-    plan = Plan.from_mask(plan) if isinstance(plan, HeadMask) else plan
-    check_cuttable(model_map, bool(plan.heads) and not keep_shapes)
-    return _cut_fitted(model_map, plan.fit_to(model_map), keep_shapes)
-
-
-def cut_checkpoint(pretrained: str, plan: Plan, revision: str | None = None, keep_shapes: bool = False) -> Cut:
-    """Load a model and cut it; arguments as in `cut`."""
-    return cut(with_weights(skeleton_of(pretrained, revision), pretrained, revision), plan, keep_shapes)
-
-
 def write_cut(pretrained: str, plan: Plan, output: str, revision: str | None = None, keep_shapes: bool = False) -> Cut:
-    """Cut a model by a plan, write its checkpoint, print a summary, and return the `Cut`; `keep_shapes` as in `cut`."""
+    """Load and cut a model, write its checkpoint with its tokenizer, and print a summary; arguments as in `cut`."""
     check_folder(output, [pretrained])
     check_writable(output, folder=True)
-    smaller = cut_checkpoint(pretrained, plan, revision, keep_shapes)
+    smaller = cut(pretrained, plan, keep_shapes, revision)
     smaller.save(output, tokenizer_of(pretrained, revision))
-    print_cut(output, smaller)
+    smaller.report(output)
     return smaller
-
-
-def print_cut(folder: str, cut: Cut) -> None:
-    """Print the numbers of parameters before and after a cut, and the notes of the manifest."""
-    sizes = cut.manifest["stages"][-1]["parameters"]
-    (before, before_without_embeddings), (after, after_without_embeddings) = sizes["before"], sizes["after"]
-    print(f"{folder}: {type(cut.model).__name__}, {after / 1e6:.2f} of {before / 1e6:.2f} million parameters")
-    without = 1 - after_without_embeddings / before_without_embeddings
-    print(f"  {1 - after / before:.2%} fewer in all, {without:.2%} fewer without embeddings")
-    for note in cut.manifest["notes"]:
-        print(f"  {note}")
 
 
 def check_cuttable(model_map: ModelMap, heads: bool) -> None:
@@ -171,10 +164,10 @@ def identity_of(model_map: ModelMap) -> dict[str, Any]:
 
 def _cut_fitted(model_map: ModelMap, plan: Plan, keep_shapes: bool) -> Cut:
     kept, reason = Kept.of(model_map, plan, keep_shapes), ""
-    tensors = _kept_tensors(model_map, plan, kept)
+    tensors, family = _kept_tensors(model_map, plan, kept), model_map.attention[0].family
     with torch.random.fork_rng(devices=[]):  # building a class draws random weights, which are then replaced
         for smaller, about_class in models_with(tensors, kept):
-            note, reason = about_class, why_different(smaller, kept.depth)  # compared if blocks are removed
+            note, reason = about_class, kept.why_different(smaller)  # compared if blocks are removed
             if not reason:
                 break
     if reason:
@@ -182,41 +175,14 @@ def _cut_fitted(model_map: ModelMap, plan: Plan, keep_shapes: bool) -> Cut:
             f"this {model_map.model_type} model without these blocks {reason}; keep its first layer, or evaluate the "
             f"plan by plan=FILE"
         )
-    stage = _stage(plan, kept, [note] if note else [], keep_shapes)
-    stage["parameters"] = {"before": list(parameters(model_map.model)), "after": list(parameters(smaller))}
-    if kept.depth.absent or kept.depth.layers:  # layers have new numbers if the class has fewer
-        family = model_map.attention[0].family
-        staying = [x.label for x in layers_in(model_map.model, family) if x.name not in kept.depth.layers]
-        after = [x.label for x in layers_in(smaller, family)]
-        stage["kept_layers"] = dict(zip(after if len(after) == len(staying) else staying, staying, strict=True))
-    model = model_map.model
-    earlier = {} if hasattr(model, _STAGES) else manifest_of(model) or {}
-    stages = [*getattr(model, _STAGES, earlier.get("stages", [])), stage]
-    stored_questions = {name: earlier[name] for name in ("trained_on", "validated_on") if name in earlier}
-    questions = getattr(model, _QUESTIONS, stored_questions)
-    setattr(smaller, _STAGES, stages)
-    setattr(smaller, _QUESTIONS, questions)
-    manifest = {
-        "class": type(smaller).__name__,
-        "weights": loadable_fingerprints(smaller, weights_fingerprint(smaller)),
-        "notes": stage["notes"],
-        "about_class": note,
-        "stages": stages,
-        **questions,
-    }
-    return Cut(smaller, manifest, plan, model_map)
-
-
-def _stage(plan: Plan, kept: Kept, notes: list[str], keep_shapes: bool) -> dict[str, Any]:
-    model_map = kept.model_map
+    notes = [note] if note else []
     fillers = {heads.layer.label: list(heads.fillers) for heads in kept.heads if heads.fillers}
     count = sum(map(len, fillers.values()))
     if keep_shapes:
-        whole, channels = len(kept.zeroed_outputs), sum(map(len, kept.zeroed.values()))
-        stay = f"{count} heads, {channels} channels and {whole} blocks"
-        notes = [*notes, f"{stay} stay with zero weights: nothing is removed"]
+        stay = f"{count} heads, {sum(map(len, kept.zeroed.values()))} channels and {len(kept.zeroed_outputs)} blocks"
+        notes.append(f"{stay} stay with zero weights: nothing is removed")
     elif fillers:
-        notes = [*notes, f"{count} pruned heads stay as zeroed fillers, so that groups are equal: they are not removed"]
+        notes.append(f"{count} pruned heads stay as zeroed fillers, so that groups are equal: they are not removed")
     removed = {
         "heads": model_map.total_heads - sum(len(heads.heads) for heads in kept.heads),
         "heads_total": model_map.total_heads,
@@ -225,16 +191,30 @@ def _stage(plan: Plan, kept: Kept, notes: list[str], keep_shapes: bool) -> dict[
         "fillers": fillers,
         "zeroed_channels": {label: len(channels) for label, channels in kept.zeroed.items() if channels},
     }
-    if kept.depth.removed:
-        removed |= {"blocks": len(kept.depth.removed), "layers": len(kept.depth.layers)}
-    return {
+    if kept.removed:
+        removed |= {"blocks": len(kept.removed), "layers": len(kept.layers)}
+    stage = {
         "parent": identity_of(model_map),
-        "removed_blocks": list(kept.depth.removed),
+        "removed_blocks": list(kept.removed),
         "plan": {**plan.settings(), "made": dict(plan.provenance)},
         "removed": removed,
         "kept_heads": {heads.layer.label: list(heads.heads) for heads in kept.heads},
         "notes": notes,
+        "parameters": {"before": list(parameters(model_map.model)), "after": list(parameters(smaller))},
     }
+    if kept.absent or kept.layers:  # layers have new numbers if the class has fewer
+        staying = [x.label for x in layers_in(model_map.model, family) if x.name not in kept.layers]
+        after = [x.label for x in layers_in(smaller, family)]
+        stage["kept_layers"] = dict(zip(after if len(after) == len(staying) else staying, staying, strict=True))
+    earlier = {} if hasattr(model_map.model, _STAGES) else manifest_of(model_map.model) or {}
+    stages = [*getattr(model_map.model, _STAGES, earlier.get("stages", [])), stage]
+    stored_questions = {name: earlier[name] for name in ("trained_on", "validated_on") if name in earlier}
+    questions = getattr(model_map.model, _QUESTIONS, stored_questions)
+    setattr(smaller, _STAGES, stages)
+    setattr(smaller, _QUESTIONS, questions)
+    weights = loadable_fingerprints(smaller, weights_fingerprint(smaller))
+    about = {"class": type(smaller).__name__, "weights": weights, "notes": notes, "about_class": note}
+    return Cut(smaller, {**about, "stages": stages, **questions}, plan, model_map)
 
 
 def _kept_tensors(model_map: ModelMap, plan: Plan, kept: Kept) -> dict[str, Tensor]:
@@ -251,14 +231,14 @@ def _kept_tensors(model_map: ModelMap, plan: Plan, kept: Kept) -> dict[str, Tens
         keep(f"{names[module]}.weight", numbers, int(is_transposed(module)))
         keep(f"{names[module]}.bias", numbers, 0)
 
-    def keep_columns(module: nn.Module, numbers: Sequence[int]) -> None:
-        keep(f"{names[module]}.weight", numbers, int(not is_transposed(module)))
-
-    def zero_columns(module: nn.Module, numbers: Sequence[int]) -> None:
-        if numbers:
-            name = f"{names[module]}.weight"
-            index = torch.tensor(numbers, device=tensors[name].device)
-            tensors[name] = tensors[name].index_fill(int(not is_transposed(module)), index, 0)
+    def keep_columns(module: nn.Module, numbers: Sequence[int], zeroed: Sequence[int]) -> None:
+        """Keep columns, and zero some of those that stay, by their new numbers."""
+        name, axis = f"{names[module]}.weight", int(not is_transposed(module))
+        if len(numbers) < tensors[name].shape[axis]:
+            keep(name, numbers, axis)
+        if zeroed:
+            index = torch.tensor(zeroed, device=tensors[name].device)
+            tensors[name] = tensors[name].index_fill(axis, index, 0)
 
     for name in sorted(plan.compensation):
         module = find_projection(name, model_map)
@@ -275,23 +255,20 @@ def _kept_tensors(model_map: ModelMap, plan: Plan, kept: Kept) -> dict[str, Tens
                 keep_rows(module, rows)
             for path, part in layer.family.head_parameters:
                 keep(f"{names[layer.module]}.{path}", heads.heads if part == "q" else heads.kv_heads, 0)
-            keep_columns(layer.o_proj, columns_of(layer, heads.heads))
-        zero_columns(layer.o_proj, columns_of(layer, [*map(heads.heads.index, heads.fillers)]))
+        fillers = columns_of(layer, map(heads.heads.index, heads.fillers))
+        keep_columns(layer.o_proj, columns_of(layer, heads.heads), fillers)
     for block in model_map.feed_forward:
-        if block.label not in kept.channels:
-            continue
-        channels, zeroed = kept.channels[block.label], kept.zeroed[block.label]
-        if len(channels) < block.channels:
+        if block.label in kept.channels:
+            channels, zeroed = kept.channels[block.label], kept.zeroed[block.label]
             rows_of: dict[nn.Module, list[int]] = {}
-            for part, module in block.parts.items():
+            for part, module in block.parts.items() if len(channels) < block.channels else ():
                 start = block.rows(part).start
                 rows_of.setdefault(module, []).extend(start + channel for channel in channels)
             for module, rows in rows_of.items():
                 keep_rows(module, rows)
-            keep_columns(block.down, channels)
-        zero_columns(block.down, [index for index, channel in enumerate(channels) if channel in zeroed])
+            keep_columns(block.down, channels, [index for index, channel in enumerate(channels) if channel in zeroed])
     for name in [f"{names[module]}.{part}" for module in kept.zeroed_outputs for part in ("weight", "bias")]:
         if name in tensors:
             tensors[name] = torch.zeros_like(tensors[name])
-    absent = [*kept.depth.absent, *kept.depth.layers]
+    absent = [*kept.absent, *kept.layers]
     return {name: tensor for name, tensor in tensors.items() if not is_inside(name, absent)}

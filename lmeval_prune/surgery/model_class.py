@@ -17,27 +17,24 @@ import transformers
 from torch import Tensor, nn
 from transformers.initialization import no_init_weights
 
-from lmeval_prune.architectures import AttentionLayer
-from lmeval_prune.architectures.blocks import attribute_of, in_features
-from lmeval_prune.architectures.layers import layers_in, read_blocks
+from lmeval_prune.architectures.blocks import Block, attribute_of, in_features, layers_in, read_blocks
 from lmeval_prune.checkpoints.loading import PREFIX, has_pruned_layers, pruned_class, stock_class
 from lmeval_prune.checkpoints.modeling_pruned import LAYER_NUMBERS
 from lmeval_prune.errors import InputError
-from lmeval_prune.surgery.depth import Outputs, is_inside
-from lmeval_prune.surgery.kept import Kept, KeptHeads
+from lmeval_prune.surgery.kept import Kept, Outputs, is_inside
 
-# Names of the attributes in which attention modules store their counts.
-_COUNTS = {
-    "heads": ("num_heads", "num_attention_heads", "n_heads"),
-    "kv_heads": ("num_key_value_heads", "num_kv_heads", "kv_heads"),
-    "group_size": ("num_key_value_groups",),
-    "width": ("all_head_size", "split_size"),
-    "kv_width": ("kv_dim",),
-}
+# Names of the attributes in which attention modules store their numbers of heads and of key-value heads, heads per
+# key-value head, and widths of all heads and of all key-value heads.
+_COUNTS = (
+    ("num_heads", "num_attention_heads", "n_heads"),
+    ("num_key_value_heads", "num_kv_heads", "kv_heads"),
+    ("num_key_value_groups",),
+    ("all_head_size", "split_size"),
+    ("kv_dim",),
+)
 _QUERY_WIDTH = {"gpt_bigcode": "embed_dim"}  # attribute that the forward pass reads to split the fused projection
 _READ_FROM_CONFIG = {"phi3": ("num_attention_heads", "num_key_value_heads")}  # read in the forward pass
 _CHANNELS = ("intermediate_size", "ffn_hidden_size", "ffn_dim", "n_inner", "d_ff", "hidden_dim")
-_CUT_SETTINGS = ("auto_map", "allow_global_per_layer_attribute_access")  # settings that an earlier cut wrote
 _DEPTHS = {  # settings of the number of layers, by stack
     "": ("num_hidden_layers",),
     "encoder": ("encoder_layers", "num_layers"),
@@ -55,7 +52,7 @@ def models_with(tensors: dict[str, Tensor], kept: Kept) -> Iterator[tuple[Any, s
         shapes = {name: tuple(x.shape) for name, x in named.items()}
         for model_class, config, note in _stock_candidates(kept, base):
             built = _build(model_class, config)
-            if built is not None and _shapes(built) == shapes and _has_same_layers(built, kept):
+            if built is not None and _shapes(built) == shapes and _has_kept_heads(built, kept):
                 yield _load(model_class, config, kept, named, base), note
                 break
         else:
@@ -99,32 +96,33 @@ class Base:
     def name(self, before: str) -> str:
         """Return the new name of a module or tensor."""
         for layer, name in self.renamed_layers.items():
-            if before == layer or before.startswith(f"{layer}."):
+            if before == layer or is_inside(before, [layer]):
                 return name + before.removeprefix(layer)
         return before
 
-    def index(self, layer: AttentionLayer | Any) -> int:
+    def index(self, block: Block) -> int:
         """Return the new number of the layer that holds a block."""
-        layers = self.renamed_layers.items()
-        holders = [name for before, name in layers if layer.name == before or is_inside(layer.name, [before])]
-        return int(holders[0].rpartition(".")[2]) if holders else int(layer.index)
+        for layer, name in self.renamed_layers.items():
+            if block.name == layer or is_inside(block.name, [layer]):
+                return int(name.rpartition(".")[2])
+        return block.index
 
 
 def _bases(kept: Kept) -> Iterator[Base]:
     """Yield configurations that may fit, the smallest model first."""
-    model, depth = kept.model_map.model, kept.depth
+    model = kept.model_map.model
     stock, config = stock_class(model), copy.deepcopy(model.config)
     if has_pruned_layers(config):  # without the settings of earlier cuts
         del config.pruned_modules
         if getattr(config, "allow_global_per_layer_attribute_access", False):  # the earlier cut wrote sizes of layers
             config.per_layer_config = None
-        for name in _CUT_SETTINGS:
+        for name in ("auto_map", "allow_global_per_layer_attribute_access"):  # an earlier cut wrote them
             config.__dict__.pop(name, None)
     with torch.device("meta"):
         built = stock(copy.deepcopy(config))
-    if depth.layers and (smaller := _with_fewer_layers(kept, stock, config, built)):
+    if kept.layers and (smaller := _with_fewer_layers(kept, stock, config, built)):
         yield _with_cache_numbers(smaller, kept)
-    yield _with_cache_numbers(Base(config, built, {**depth.absent, **depth.layers}), kept)
+    yield _with_cache_numbers(Base(config, built, {**kept.absent, **kept.layers}), kept)
 
 
 def _with_fewer_layers(kept: Kept, stock: type, config: Any, built: Any) -> Base | None:
@@ -135,7 +133,7 @@ def _with_fewer_layers(kept: Kept, stock: type, config: Any, built: Any) -> Base
     for layer in layers_in(built, kept.model_map.attention[0].family):
         stacks.setdefault(layer.stack, []).append((layer.name, layer.index))
     for stack, layers in stacks.items():
-        staying = [(name, index) for name, index in layers if name not in kept.depth.layers]
+        staying = [(name, index) for name, index in layers if name not in kept.layers]
         renamed |= {name: f"{name.rpartition('.')[0]}.{number}" for number, (name, _) in enumerate(staying)}
         if len(staying) == len(layers):
             continue
@@ -150,7 +148,7 @@ def _with_fewer_layers(kept: Kept, stock: type, config: Any, built: Any) -> Base
     if smaller_built is None or not _has_same_modules(built, smaller_built, renamed):
         return None
     base = Base(smaller, smaller_built, {}, renamed)
-    return replace(base, absent={base.name(name): arguments for name, arguments in kept.depth.absent.items()})
+    return replace(base, absent={base.name(name): arguments for name, arguments in kept.absent.items()})
 
 
 def _settings_of_layers(config: Any, depth: int, staying: list[int]) -> dict[str, Any]:
@@ -178,24 +176,20 @@ def _has_same_modules(built: Any, smaller: Any, renamed: Mapping[str, str]) -> b
     modules, smaller_modules = dict(built.named_modules()), dict(smaller.named_modules())
 
     def facts(layer: nn.Module) -> dict[str, Any]:
-        return {
-            name: (
-                type(module).__qualname__,
-                {key: tuple(x.shape) for key, x in module.named_parameters(recurse=False)},
-                {
-                    key: value
-                    for key, value in vars(module).items()
-                    if not key.startswith("_")
-                    and key not in LAYER_NUMBERS
-                    and isinstance(value, str | int | float | tuple | None)
-                },
-            )
+        settings = {
+            (name, key): value
             for name, module in layer.named_modules()
+            for key, value in vars(module).items()
+            if not key.startswith("_") and key not in LAYER_NUMBERS
+            if isinstance(value, str | int | float | tuple | None)
         }
+        classes = {name: type(module).__qualname__ for name, module in layer.named_modules()}
+        return {"classes": classes, "shapes": _shapes(layer), "settings": settings}
 
-    if any(name not in smaller_modules for name in renamed.values()):
-        return False
-    return all(facts(modules[before]) == facts(smaller_modules[name]) for before, name in renamed.items())
+    return all(
+        name in smaller_modules and facts(modules[before]) == facts(smaller_modules[name])
+        for before, name in renamed.items()
+    )
 
 
 def _with_cache_numbers(base: Base, kept: Kept) -> Base:
@@ -205,44 +199,33 @@ def _with_cache_numbers(base: Base, kept: Kept) -> Base:
     blocks of a type take the first numbers of that type, and the first layer gets a type that stays.
     """
     staying = {base.name(heads.layer.name) for heads in kept.heads}
-    numbers: dict[str, dict[str, int]] = {}
+    changed: dict[str, dict[str, int]] = {}
     config = copy.deepcopy(base.config)
     text = config.get_text_config()
-    attention = read_blocks(base.built, kept.model_map.attention[0].family)[0]
     names = {module: name for name, module in base.built.named_modules()}
-    for stack in dict.fromkeys(layer.stack for layer in attention):
-        layers = [layer for layer in attention if layer.stack == stack and _layer_numbers(layer)]
-        staying_layers = [layer for layer in layers if layer.name in staying]
-        if not staying_layers or len(staying_layers) == len(layers):
+    holders: dict[str, dict[str, list[tuple[nn.Module, str]]]] = {}  # modules and attributes, by stack and layer
+    for layer in read_blocks(base.built, kept.model_map.attention[0].family)[0]:
+        pairs = [(module, attribute) for module in layer.module.modules() for attribute in LAYER_NUMBERS]
+        if held := [pair for pair in pairs if isinstance(vars(pair[0]).get(pair[1]), int)]:
+            holders.setdefault(layer.stack, {})[layer.name] = held
+    for layers in holders.values():
+        numbers = {name: int(getattr(*held[0])) for name, held in layers.items()}
+        left = {name: number for name, number in numbers.items() if name in staying}
+        if not left or len(left) == len(layers):
             continue
-        types = list(getattr(text, "layer_types", None) or [""] * (1 + max(map(_number, layers))))
-        has_first = 0 in map(_number, layers)  # of a hybrid, the first layer may have no attention
-        if has_first and types[0] and types[0] not in {types[_number(layer)] for layer in staying_layers}:
-            types[0] = types[_number(staying_layers[0])]
+        types = list(getattr(text, "layer_types", None) or [""] * (1 + max(numbers.values())))
+        has_first = 0 in numbers.values()  # of a hybrid, the first layer may have no attention
+        if has_first and types[0] and types[0] not in {types[number] for number in left.values()}:
+            types[0] = types[next(iter(left.values()))]
             text.layer_types = types
-        free = sorted(map(_number, layers))
-        for layer in staying_layers:
-            number = next(number for number in free if types[number] == types[_number(layer)])
+        free = sorted(numbers.values())
+        for name, before in left.items():
+            number = next(number for number in free if types[number] == types[before])
             free.remove(number)
-            for module, attribute in _layer_numbers(layer).items():
+            for module, attribute in layers[name]:
                 if getattr(module, attribute) != number:
-                    numbers[names[module]] = {attribute: number}
-    return replace(base, config=config, numbers=numbers)
-
-
-def _number(layer: AttentionLayer) -> int:
-    module, attribute = next(iter(_layer_numbers(layer).items()))
-    return int(getattr(module, attribute))
-
-
-def _layer_numbers(layer: AttentionLayer) -> dict[nn.Module, str]:
-    """Return the modules of an attention block that keep their layer's number, and the attributes that hold it."""
-    return {
-        module: attribute
-        for module in layer.module.modules()
-        for attribute in LAYER_NUMBERS
-        if isinstance(vars(module).get(attribute), int)
-    }
+                    changed[names[module]] = {attribute: number}
+    return replace(base, config=config, numbers=changed)
 
 
 # --------------------------------------------------------------------------- configurations
@@ -288,11 +271,12 @@ def unusual_head_dim(config: Any) -> str:
     )
 
 
-def _head_dim(layer: AttentionLayer) -> dict[str, int]:
+def _head_dim(kept: Kept) -> dict[str, int]:
     """Return the setting of the head width, which otherwise follows from the number of heads.
 
     Where values have a width of their own, `head_dim` is that of queries or keys and is not changed.
     """
+    layer = kept.heads[0].layer
     return {} if layer.family.width == "v_head_dim" else {"head_dim": layer.head_dim}
 
 
@@ -308,14 +292,13 @@ def _stock_candidates(kept: Kept, base: Base) -> Iterator[tuple[type, Any, str]]
     changes: dict[str, Any] = {}
     if not all(heads.unchanged for heads in kept.heads) or has_pruned_layers(model.config):
         names = [name for name in ("num_key_value_heads", "num_kv_heads") if _has_setting(config, name)]
-        changes |= {"num_attention_heads": len(first.heads), **_head_dim(first.layer)}
-        changes |= dict.fromkeys(names, len(first.kv_heads))
+        changes |= {"num_attention_heads": len(first.heads), **dict.fromkeys(names, len(first.kv_heads))}
+        changes |= _head_dim(kept)
     for block in kept.model_map.feed_forward:
-        if block.label not in kept.channels:
-            continue
         stack_name = f"{block.stack}_ffn_dim"
         settings = (stack_name,) if block.stack and _has_setting(config, stack_name) else _CHANNELS
-        changes |= {name: len(kept.channels[block.label]) for name in settings if _has_setting(config, name)}
+        if block.label in kept.channels:
+            changes |= {name: len(kept.channels[block.label]) for name in settings if _has_setting(config, name)}
     changed = _changed_config(config, changes)
     if changed is not None:
         yield stock, changed, unusual_head_dim(changed)
@@ -326,21 +309,19 @@ def _stock_candidates(kept: Kept, base: Base) -> Iterator[tuple[type, Any, str]]
         changed = _changed_config(transformers.MistralConfig(**{**values, "sliding_window": None}), changes)
         if changed is not None:
             changed._name_or_path = config._name_or_path
-            note = f"written as {mistral.__name__} with sliding_window null, which computes the same"
-            yield mistral, changed, note
+            yield mistral, changed, f"written as {mistral.__name__} with sliding_window null, which computes the same"
 
 
-def _has_same_layers(model: Any, kept: Kept) -> bool:
+def _has_kept_heads(model: Any, kept: Kept) -> bool:
     """Return whether a model splits its layers into the kept heads and scales attention scores the same."""
     try:
         layers = read_blocks(model, kept.heads[0].layer.family)[0]
     except InputError:  # its width is no multiple of its heads
         return False
-    return len(layers) == len(kept.heads) and all(
-        (layer.heads, layer.kv_heads, layer.head_dim) == (len(heads.heads), len(heads.kv_heads), heads.layer.head_dim)
-        and attribute_of(layer.module, "scaling") == attribute_of(heads.layer.module, "scaling")
-        for layer, heads in zip(layers, kept.heads, strict=True)
-    )
+    actual = [(x.heads, x.kv_heads, x.head_dim, attribute_of(x.module, "scaling")) for x in layers]
+    return actual == [
+        (len(x.heads), len(x.kv_heads), x.layer.head_dim, attribute_of(x.layer.module, "scaling")) for x in kept.heads
+    ]
 
 
 # --------------------------------------------------------------------------- pruned classes
@@ -350,12 +331,40 @@ def _pruned_model(
     tensors: dict[str, Tensor], shapes: dict[str, tuple[int, ...]], kept: Kept, base: Base
 ) -> tuple[Any, str]:
     """Return a model of the model's own class with reshaped parameters and absent modules, and a note on its class."""
-    stock, config, before = stock_class(kept.model_map.model), copy.deepcopy(base.config), _shapes(base.built)
-    attributes = _changed_attributes(kept, base)
-    for name, numbers in base.numbers.items():
-        attributes.setdefault(name, {}).update(numbers)
+    model_type, before = kept.model_map.model_type, _shapes(base.built)
+    stock, config = stock_class(kept.model_map.model), copy.deepcopy(base.config)
+
+    def is_parameter(name: str) -> bool:
+        path, _, parameter = name.rpartition(".")
+        return parameter in base.built.get_submodule(path)._parameters
+
+    names = {module: base.name(name) for name, module in kept.model_map.model.named_modules()}
+    attributes: dict[str, dict[str, Any]] = {}  # of modules, where they differ from those of the stock model
+    for heads in kept.heads:
+        layer, width = heads.layer, len(heads.heads) * heads.layer.head_dim
+        if in_features(base.built.get_submodule(names[layer.o_proj])) == width:
+            continue
+        numbers = (len(heads.heads), len(heads.kv_heads))
+        group_size, kv_width = numbers[0] // numbers[1], numbers[1] * layer.head_dim
+        counts = dict(zip(_COUNTS, (*numbers, group_size, width, kv_width), strict=True))
+        for module in layer.module.modules():
+            values: dict[str, Any] = {
+                name: counts[names_of_count]
+                for names_of_count in _COUNTS
+                for name in names_of_count
+                if isinstance(getattr(module, name, None), int)
+            }
+            if module is layer.module and model_type in _QUERY_WIDTH:
+                values[_QUERY_WIDTH[model_type]] = width
+            if module is layer.module and model_type in _READ_FROM_CONFIG:
+                values["config"] = dict(zip(_READ_FROM_CONFIG[model_type], numbers, strict=True))
+            stock_module = base.built.get_submodule(names[module])
+            if changed := {name: x for name, x in values.items() if getattr(stock_module, name) != x}:
+                attributes[names[module]] = changed
+    for name, layer_numbers in base.numbers.items():
+        attributes.setdefault(name, {}).update(layer_numbers)
     config.pruned_modules = {
-        "shapes": {n: [*x] for n, x in shapes.items() if before.get(n) != x and _is_parameter(n, base.built)},
+        "shapes": {n: [*x] for n, x in shapes.items() if before.get(n) != x and is_parameter(n)},
         "attributes": attributes,
         **({"absent": {name: [*arguments] for name, arguments in base.absent.items()}} if base.absent else {}),
     }
@@ -366,51 +375,6 @@ def _pruned_model(
     return _load(pruned_class(stock), config, kept, tensors, base), (
         f"{why}: loaded by lmeval_prune.load_pretrained, pruned-hf, or transformers with trust_remote_code=True"
     )
-
-
-def _is_parameter(name: str, model: Any) -> bool:
-    path, _, parameter = name.rpartition(".")
-    return parameter in model.get_submodule(path)._parameters
-
-
-def _changed_attributes(kept: Kept, base: Base) -> dict[str, dict[str, Any]]:
-    """Return the count attributes of attention modules that differ from the stock model, by module name."""
-    names = {module: base.name(name) for name, module in kept.model_map.model.named_modules()}
-    attributes = {}
-    for heads in kept.heads:
-        width = len(heads.heads) * heads.layer.head_dim
-        if in_features(base.built.get_submodule(names[heads.layer.o_proj])) == width:
-            continue
-        for module in heads.layer.module.modules():
-            stock_module = base.built.get_submodule(names[module])
-            counts = _module_counts(module, heads, kept.model_map.model_type)
-            changed = {name: value for name, value in counts.items() if getattr(stock_module, name) != value}
-            if changed:
-                attributes[names[module]] = changed
-    return attributes
-
-
-def _module_counts(module: Any, kept: KeptHeads, model_type: str) -> dict[str, Any]:
-    heads, kv_heads, layer = len(kept.heads), len(kept.kv_heads), kept.layer
-    counts = {
-        "heads": heads,
-        "kv_heads": kv_heads,
-        "group_size": kept.group_size,
-        "width": heads * layer.head_dim,
-        "kv_width": kv_heads * layer.head_dim,
-    }
-    values: dict[str, Any] = {
-        name: counts[count]
-        for count, names in _COUNTS.items()
-        for name in names
-        if isinstance(getattr(module, name, None), int)
-    }
-    if module is layer.module:
-        if model_type in _QUERY_WIDTH:
-            values[_QUERY_WIDTH[model_type]] = counts["width"]
-        if model_type in _READ_FROM_CONFIG:
-            values["config"] = dict(zip(_READ_FROM_CONFIG[model_type], (heads, kv_heads), strict=True))
-    return values
 
 
 def _add_layer_configs(config: Any, kept: Kept, base: Base) -> None:
@@ -427,7 +391,7 @@ def _add_layer_configs(config: Any, kept: Kept, base: Base) -> None:
         for block in kept.model_map.feed_forward:
             if block.label in kept.channels:
                 layers.setdefault(base.index(block), {})["intermediate_size"] = len(kept.channels[block.label])
-    for name, value in _head_dim(kept.heads[0].layer).items():
+    for name, value in _head_dim(kept).items():
         setattr(config, name, value)
     config.allow_global_per_layer_attribute_access = True
     config.per_layer_config = layers

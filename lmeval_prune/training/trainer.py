@@ -18,8 +18,8 @@ from torch.utils.data import Sampler
 from transformers import EarlyStoppingCallback, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 from typing_extensions import TypedDict
 
+from lmeval_prune.architectures.names import compact_names
 from lmeval_prune.architectures.precision import fast_products
-from lmeval_prune.architectures.sublayer_names import compact_names
 from lmeval_prune.artefacts import read_json
 from lmeval_prune.attributes import replaced
 from lmeval_prune.errors import InputError

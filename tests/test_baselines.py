@@ -25,19 +25,16 @@ from lmeval_prune.errors import InputError
 from lmeval_prune.interventions.base import change_input
 from lmeval_prune.pruners.allocation import Budget, UnitPool, allocate, removed_by, standardised, unit_pools
 from lmeval_prune.pruners.base import Pruner, make_pruner
+from lmeval_prune.pruners.baselines import RandomScores
 from lmeval_prune.pruners.calibration import CalibrationText
-from lmeval_prune.pruners.compensation import damped, least_squares_for
 from lmeval_prune.pruners.flap import Flap
-from lmeval_prune.pruners.llm_pruner import LlmPruner, gradients, projections_of, structure_sums
-from lmeval_prune.pruners.moments import Moments, ReferenceFluctuation, input_moments
+from lmeval_prune.pruners.moments import Moments, ReferenceFluctuation, damped, input_moments, least_squares_for
 from lmeval_prune.pruners.options import PruneOptions
-from lmeval_prune.pruners.parts import Part, Removal, parts_of
-from lmeval_prune.pruners.random_scores import RandomScores
+from lmeval_prune.pruners.parts import Part, parts_of
 from lmeval_prune.pruners.schedule import resolve_options, stages
-from lmeval_prune.pruners.sequential import LayerReplay
-from lmeval_prune.pruners.slimgpt import SlimGpt, eliminated
-from lmeval_prune.pruners.stores import load_layer, save_layer
-from lmeval_prune.pruners.wanda_sp import WandaSp
+from lmeval_prune.pruners.sequential import LayerReplay, Removal
+from lmeval_prune.pruners.slimgpt import SlimGpt, WandaSp, eliminated
+from lmeval_prune.pruners.taylor import LlmPruner, gradients, projections_of, structure_sums
 from lmeval_prune.surgery.cut import cut
 from tests.kills import killing_after
 from tests.test_pruners import text_of
@@ -695,13 +692,13 @@ def test_what_is_kept_of_another_plan_is_not_taken(tmp_path: Path) -> None:
         return Work(tmp_path / "work", {"ratio": ratio}, restart=True)
 
     removed = {"heads.L0": {1}, "channels.L0": {2, 3}}
-    save_layer(work(0.2), "L0", Removal(removed, {"L0.down.weight": torch.eye(2)}, {"L0.down": 0.1}))
-    actual = load_layer(work(0.2), "L0")
+    Removal(removed, {"L0.down.weight": torch.eye(2)}, {"L0.down": 0.1}).save(work(0.2), "L0")
+    actual = Removal.load(work(0.2), "L0")
     assert actual is not None and (actual.removed, actual.damping) == (removed, {"L0.down": 0.1})
     assert torch.equal(actual.compensation["L0.down.weight"], torch.eye(2))
     with pytest.raises(InputError, match=r"ratio=0\.2, now it is 0\.3"):
         Work(tmp_path / "work", {"ratio": 0.3})
-    assert load_layer(work(0.3), "L0") is None
+    assert Removal.load(work(0.3), "L0") is None
     assert not (tmp_path / "work").exists()
 
 

@@ -19,12 +19,11 @@ from lmeval_prune.architectures import AttentionLayer, ModelMap
 from lmeval_prune.pruners.allocation import Budget, allocate, removed_by, share_of, unit_pools
 from lmeval_prune.pruners.attention_statistics import attention_statistic
 from lmeval_prune.pruners.base import PRUNERS, Pruner, Scores, make_pruner
+from lmeval_prune.pruners.baselines import RandomScores
 from lmeval_prune.pruners.calibration import CalibrationText, check_length
-from lmeval_prune.pruners.confidence import confidences
-from lmeval_prune.pruners.norm_entropy import GlobalThreshold, NormEntropy
+from lmeval_prune.pruners.norm_entropy import GlobalThreshold, NormEntropy, confidences
 from lmeval_prune.pruners.options import PruneOptions
 from lmeval_prune.pruners.parts import KINDS, Part, parts_of
-from lmeval_prune.pruners.random_scores import RandomScores
 from lmeval_prune.pruners.schedule import resolve_options, stages
 from lmeval_prune.surgery.cut import cut
 from tests.tiny_models import ALL, ENCODERS, tiny, tokens, weight_view
@@ -36,7 +35,7 @@ EVERYDAY = {
 FAMILIES = [name if name in EVERYDAY else pytest.param(name, marks=pytest.mark.long) for name in ALL]
 
 
-WIDTH = [name for name in PRUNERS if not PRUNERS.load(name).depth_only]  # others: `test_depth_pruners.py`
+WIDTH = [name for name in PRUNERS if "heads" in PRUNERS.load(name).kinds]  # others: `test_depth_pruners.py`
 by_heads = partial(PruneOptions, budget="heads")
 Labelled = dict[str, Any]  # by layer, `L0`
 
@@ -418,7 +417,8 @@ def test_the_larger_ratio_starts_at_p_min_and_the_other_as_far_on_its_way(settin
 class Numbered(Pruner):
     """A user's method: scores heads by their numbers, and records the bias of the first layer's projection."""
 
-    heads_only = True
+    kinds = ("heads",)
+    parts = "heads"
     biases: list[float] = field(default_factory=list, compare=False)
 
     def scores(self, model_map: Any, text: Any, parts: Sequence[Part], removed: Any) -> Scores:
@@ -464,7 +464,7 @@ def test_every_method_makes_a_plan_and_the_same_one_again(name: str) -> None:
     pruner = make_pruner(name, {})
     for parts in ("heads", "both"):
         options = PruneOptions(0.25, parts=parts)
-        if parts == "both" and pruner.heads_only:
+        if parts == "both" and pruner.kinds == ("heads",):
             continue
         first, second = (list(stages(pruner, model_map, options, text))[-1] for _ in range(2))
         assert first == second and first.identity(model_map) == second.identity(model_map)
@@ -477,7 +477,7 @@ def test_every_method_scores_blocks_that_read_tokens_without_rows(name: str) -> 
     """OPT's feed-forward blocks read (rows · tokens, columns); padding does not change the scores."""
     model_map, text = map_model(tiny("opt")), text_of()
     pruner = make_pruner(name, {})
-    parts = parts_of(model_map, ["heads"] if pruner.heads_only else KINDS)
+    parts = parts_of(model_map, [kind for kind in KINDS if kind in pruner.kinds])
     ids, real = (torch.cat(tensors) for tensors in zip(*text.batches, strict=True))
     others = CalibrationText.from_windows("test", torch.where(real.bool(), ids, ids + 1), 2, real)
     first, second = (pruner.scores(model_map, calibration, parts, {}).values for calibration in (text, others))
@@ -491,11 +491,11 @@ def test_parts_that_are_left_open_are_what_the_paper_removes(name: str) -> None:
     """With a second method for channels, both kinds are removed."""
     model_map, text = map_model(tiny("llama", num_hidden_layers=4)), text_of()
     pruner = make_pruner(name, {})
-    parts = "heads" if pruner.heads_only else pruner.parts
+    parts = pruner.parts
     (plan,) = stages(pruner, model_map, PruneOptions(0.25), text)
     assert plan == next(stages(pruner, model_map, PruneOptions(0.25, parts=parts), text))
     assert bool(plan.channels) == (parts == "both") and plan.provenance["options"]["parts"] == parts
-    assert resolve_options(PruneOptions(0.25), pruner, model_map, RandomScores(3)).parts == "both"
+    assert resolve_options(PruneOptions(0.25), NormEntropy(), model_map, RandomScores(3)).parts == "both"
     assert resolve_options(PruneOptions(0.25, budget="heads"), RandomScores(), model_map).parts is None
 
 

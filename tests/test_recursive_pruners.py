@@ -23,12 +23,13 @@ from lmeval_prune.distillation.recursion import distill, make_host
 from lmeval_prune.interventions.plan import Plan
 from lmeval_prune.models.answer_store import AnswerStore, read_answers
 from lmeval_prune.planning.own_answers import calibration_text
-from lmeval_prune.pruners import sequential, stores
+from lmeval_prune.pruners import calibration
 from lmeval_prune.pruners.base import make_pruner
+from lmeval_prune.pruners.calibration import Sums
 from lmeval_prune.pruners.options import PruneOptions
 from lmeval_prune.pruners.parts import Part
 from lmeval_prune.pruners.schedule import stages
-from lmeval_prune.pruners.stores import Sums
+from lmeval_prune.pruners.sequential import Removal
 from lmeval_prune.surgery.cut import cut, cut_to
 from tests.athena_hosts import data_folder
 from tests.kills import Killed, counted, run_killed
@@ -136,7 +137,7 @@ def test_a_budget_of_parameters_needs_no_unit(options: DistillOptions) -> None:
 def test_a_killed_stage_resumes_layer_by_layer(options: DistillOptions, tmp_path: Path) -> None:
     options = replace(options, method="slimgpt")
     distill(replace(options, output=str(tmp_path / "whole")))
-    run_killed(sequential, "save_layer", 6, lambda: distill(options))
+    run_killed(Removal, "save", 6, lambda: distill(options))
     assert len(list(Path(f"{options.output}.distilling/stage2.scoring").glob("*.safetensors"))) == 2
     distill(options)
     first, second = (load_pretrained(folder).state_dict() for folder in (options.output, str(tmp_path / "whole")))
@@ -381,7 +382,7 @@ def test_a_killed_distillation_resumes_within_the_scores_of_a_stage(
     options: DistillOptions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     """At the pass, in the first stage and in the second; progress is printed."""
-    monkeypatch.setattr(stores, "INTERVAL", 0.0)
+    monkeypatch.setattr(calibration, "INTERVAL", 0.0)
     whole = replace(options, method="block_kl", ratio=0.5)
     again = replace(whole, output=str(tmp_path / "again"))
     with pytest.MonkeyPatch.context() as patch:

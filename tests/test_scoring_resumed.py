@@ -1,4 +1,4 @@
-"""Scoring that was killed resumes with the same scores, and tells how long it takes."""
+"""Scoring that was killed resumes with the same scores."""
 
 from __future__ import annotations
 
@@ -11,13 +11,12 @@ import torch
 from lmeval_prune import Plan, map_model
 from lmeval_prune.artefacts import Work
 from lmeval_prune.cli import main
-from lmeval_prune.pruners import scoring, stores
+from lmeval_prune.pruners import calibration
 from lmeval_prune.pruners.base import make_pruner
-from lmeval_prune.pruners.block_kl import BlockKl
-from lmeval_prune.pruners.calibration import CalibrationText
+from lmeval_prune.pruners.calibration import CalibrationText, Sums
+from lmeval_prune.pruners.depth import BlockKl
 from lmeval_prune.pruners.options import PruneOptions
 from lmeval_prune.pruners.schedule import stages
-from lmeval_prune.pruners.stores import Sums, load_scores, save_scores, sums
 from lmeval_prune.surgery import cut as surgery
 from tests.kills import Killed, counted
 from tests.test_pruners import text_of
@@ -26,7 +25,7 @@ from tests.tiny_models import tiny
 
 @pytest.fixture
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stores, "INTERVAL", 0.0)
+    monkeypatch.setattr(calibration, "INTERVAL", 0.0)
 
 
 def planned(name: str, work: Path | None, text: CalibrationText, send: Any = lambda _: None, **more: Any) -> Plan:
@@ -86,12 +85,12 @@ def test_a_killed_schedule_resumes_at_the_step(name: str, more: dict[str, Any], 
     for step in range(3):
         work = tmp_path / str(step)
         with pytest.MonkeyPatch.context() as patch:
-            counted(patch, scoring, "save_scores", step)
+            counted(patch, Work, "write_tensors", step)
             with pytest.raises(Killed):
                 planned(name, work, text, steps=3, **more)
         assert len([*work.glob("*.safetensors")]) == step
         with pytest.MonkeyPatch.context() as patch:
-            calls = counted(patch, scoring, "save_scores")
+            calls = counted(patch, Work, "write_tensors")
             plan = planned(name, work, text, steps=3, **more)
         assert calls == [3 - step]
         assert plan == expected and plan.tensors == expected.tensors
@@ -100,15 +99,10 @@ def test_a_killed_schedule_resumes_at_the_step(name: str, more: dict[str, Any], 
 @pytest.mark.parametrize("damage", [b"", b"{", b'{"0.layers.L0": "x"}', b"[1.0]"])
 def test_a_damaged_file_is_as_a_missing_one(damage: bytes, tmp_path: Path) -> None:
     work = Work(tmp_path / "work", {"of": 1})
-    path = sums(work, "a").path
+    path = Sums(work, "a").path
     assert path is not None
     path.write_bytes(damage)
-    assert sums(work, "a").values == {}
-    save_scores(work, "a", {"heads.L0": torch.ones(3)}, {"heads.L0": torch.zeros(2)})
-    values, means = load_scores(Work(tmp_path / "work", {"of": 1}), "a") or ({}, {})
-    assert means and values["heads.L0"].tolist() == [1] * 3 and means["heads.L0"].tolist() == [0] * 2
-    (tmp_path / "work" / "a.safetensors").write_bytes(damage)
-    assert load_scores(work, "a") is None
+    assert Sums(work, "a").values == {}
     Work(tmp_path / "work", {"of": 2}, restart=True)
     assert not (tmp_path / "work").exists()
 
@@ -153,9 +147,6 @@ def test_a_kill_between_plan_and_checkpoint_scores_nothing_again(tiny_folder: Pa
             main(words)
     assert (tmp_path / "plan.json").exists() and not (tmp_path / "cut").exists()
     with pytest.MonkeyPatch.context() as patch:
-        calls = counted(patch, BlockKl, "depth_scores")
+        calls = counted(patch, BlockKl, "scores")
         assert main(words) == 0 and (tmp_path / "cut" / "config.json").exists()
     assert calls == [0] and not (tmp_path / ".plan.json.scoring").exists()
-
-
-# --------------------------------------------------------------------------- estimates

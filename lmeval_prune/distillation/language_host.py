@@ -31,9 +31,15 @@ from lmeval_prune.distillation.options import DistillOptions
 from lmeval_prune.distillation.prompts import Prompt, QuestionSearch, read_prompts
 from lmeval_prune.errors import InputError
 from lmeval_prune.models.identity import vocabulary_digest
-from lmeval_prune.planning.own_answers import Answerer, Question, Sampling, calibration_text, check_generative
-from lmeval_prune.planning.texts import responses_folder
-from lmeval_prune.pruners.calibration import CalibrationText, encode, encode_continuation, end_token
+from lmeval_prune.planning.own_answers import (
+    Answerer,
+    Question,
+    Sampling,
+    calibration_text,
+    check_generative,
+    responses_folder,
+)
+from lmeval_prune.pruners.calibration import CalibrationText, encode, encode_continuation
 from lmeval_prune.surgery.card import shown, write_checkpoint_card
 from lmeval_prune.tasks.loading import load_task, task_manager
 from lmeval_prune.tasks.prompts import answer_delimiter, exemplars_of, prompt_of, question_of, target_of, text_of
@@ -251,7 +257,7 @@ class LanguageHost(Host):
         """Tokenize a prompt and its answer."""
         answer = encode_continuation(self.tokenizer, delimiter + self.options.answer.replace("{}", target))
         before = encode(self.tokenizer, prompt)
-        ids = [*before, *answer, end_token(self.tokenizer)]
+        ids = [*before, *answer, self.tokenizer.eos_token_id]
         start = max(1, len(before)) if target.strip() else len(ids)  # nothing to learn, whatever is around it
         return Problem(Question(number, row, prompt), ids, start)
 

@@ -16,7 +16,7 @@ from lmeval_prune.pruners.allocation import Budget, share_of, unit_pools
 from lmeval_prune.pruners.base import Pruner, make_pruner
 from lmeval_prune.pruners.options import PruneOptions
 from lmeval_prune.pruners.parts import HEADS
-from lmeval_prune.pruners.schedule import EmptyPlanError, check_methods, cuttable_unit, resolve_options, stages
+from lmeval_prune.pruners.schedule import EmptyPlanError, cuttable_unit, resolve_options, stages
 from lmeval_prune.pruners.table import PRUNERS
 from lmeval_prune.registry import import_path
 from lmeval_prune.surgery.cut import Cut, check_cuttable, cut
@@ -29,7 +29,6 @@ def check_pruning(options: DistillOptions, model_map: ModelMap) -> None:
         return
     pruners = stage_pruners(options, 0)
     removal = _resolved(removal, options, model_map, *pruners)
-    check_methods(*pruners, model_map, replace(removal, steps=1), True)
     check_cuttable(model_map, HEADS in removal.kinds)
     if HEADS in removal.kinds and removal.unit == "head" and any(1 < x.kv_heads < x.heads for x in model_map.attention):
         raise InputError("unit=head keeps zeroed heads in groups, which training would change; use group or balanced")

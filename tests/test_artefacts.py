@@ -49,7 +49,6 @@ from lmeval_prune.interventions import load_intervention
 from lmeval_prune.interventions import plan as plan_module
 from lmeval_prune.interventions.plan import Plan
 from lmeval_prune.models.answer_store import AnswerStore, read_answers
-from lmeval_prune.pruners.calibration import Sums
 from lmeval_prune.pruners.sequential import Removal
 from lmeval_prune.sprint.router import Router
 from lmeval_prune.sprint.routers.contrastive import NearestHeads
@@ -459,17 +458,16 @@ def _layers(folder: Path) -> Kind:
 def _scores(folder: Path) -> Kind:
     work = Work(folder / "scoring", {"of": "plan"})
     work.write_tensors("heads", {"values.heads.L0": torch.ones(2), "means.heads.L0": torch.zeros(4)})
-    write_text(folder / "scoring" / "layers.json", json.dumps({"0.layers.L0": 1.5, "1.layers.L0": 2.0}))
 
     def read() -> Any:
         shutil.rmtree(folder / "copy", ignore_errors=True)  # what is of another plan is removed
         work = Work(shutil.copytree(folder / "scoring", folder / "copy"), {"of": "plan"}, restart=True)
-        scores, known = work.tensors("heads"), Sums(work, "layers")
-        if scores is None or not (known.has(0, "layers.L0") and known.has(1, "layers.L0")):  # they are computed again
+        scores = work.tensors("heads")
+        if scores is None:  # they are computed again
             raise InputError("not known")
-        return tensors_of(scores), known.total(2, "layers.L0")
+        return tensors_of(scores)
 
-    return Kind([folder / "scoring" / name for name in ("settings.json", "heads.safetensors", "layers.json")], read)
+    return Kind([folder / "scoring" / name for name in ("settings.json", "heads.safetensors")], read)
 
 
 KINDS: dict[str, Callable[[Path], Kind]] = {

@@ -12,6 +12,7 @@ import torch
 from transformers import AutoTokenizer
 
 from lmeval_prune import InputError, load_pretrained, map_model
+from lmeval_prune.artefacts import Work
 from lmeval_prune.checkpoints.pruned import read_manifest
 from lmeval_prune.decoding import Engine
 from lmeval_prune.distillation.host import read_note
@@ -23,9 +24,7 @@ from lmeval_prune.distillation.recursion import distill, make_host
 from lmeval_prune.interventions.plan import Plan
 from lmeval_prune.models.answer_store import AnswerStore, read_answers
 from lmeval_prune.planning.own_answers import calibration_text
-from lmeval_prune.pruners import calibration
 from lmeval_prune.pruners.base import make_pruner
-from lmeval_prune.pruners.calibration import Sums
 from lmeval_prune.pruners.options import PruneOptions
 from lmeval_prune.pruners.parts import Part
 from lmeval_prune.pruners.schedule import stages
@@ -382,22 +381,21 @@ def test_a_killed_distillation_resumes_within_the_scores_of_a_stage(
     options: DistillOptions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     """At the pass, in the first stage and in the second; progress is printed."""
-    monkeypatch.setattr(calibration, "INTERVAL", 0.0)
     whole = replace(options, method="block_kl", ratio=0.5)
     again = replace(whole, output=str(tmp_path / "again"))
     with pytest.MonkeyPatch.context() as patch:
-        calls = counted(patch, Sums, "add")
+        calls = counted(patch, Work, "write_tensors")
         distill(whole)
-    (passes,) = calls
+    (written,) = calls
     assert "step 1 of 1: scoring layers\n" in capsys.readouterr().out
-    for kill in (1, passes - 2):
+    for kill in (1, written - 3):
         with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
-            counted(patch, Sums, "add", kill)
+            counted(patch, Work, "write_tensors", kill)
             distill(again)
     with pytest.MonkeyPatch.context() as patch:
-        calls = counted(patch, Sums, "add")
+        calls = counted(patch, Work, "write_tensors")
         distill(again)
-    assert calls == [1]
+    assert calls == [2]
     assert not (tmp_path / "again.distilling").exists()
     expected, actual = (load_pretrained(run_options.output).state_dict() for run_options in (whole, again))
     assert expected.keys() == actual.keys() and all(torch.equal(expected[key], x) for key, x in actual.items())

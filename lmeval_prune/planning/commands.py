@@ -56,7 +56,6 @@ def importance(
     from lmeval_prune.checkpoints.skeleton import skeleton_of, with_weights
     from lmeval_prune.interventions.plan import Plan
     from lmeval_prune.pruners.base import make_pruner, per_member, score
-    from lmeval_prune.pruners.calibration import Sums
     from lmeval_prune.pruners.parts import DEPTH_KINDS, HEADS, KINDS, depth_parts_of, parts_of
     from lmeval_prune.pruners.schedule import work_of
     from lmeval_prune.reporting.maps import draw_scores
@@ -73,7 +72,7 @@ def importance(
     if source:
         text, _ = source(model_map.model)
         provenance["calibration"] = text.record()
-        text = replace(text, sums=Sums(work_of(_work_folder(output), provenance, model_map), "scores"))
+        text = replace(text, work=work_of(_work_folder(output), provenance, model_map))
     scores = score(pruner, model_map, text, [*parts_of(model_map, kinds), *depth_parts_of(model_map, kinds)]).values
     columns, scored = None, "heads"
     if has_width:

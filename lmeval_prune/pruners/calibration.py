@@ -7,10 +7,8 @@ tokenizer adds to a text.
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 import random
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -23,13 +21,12 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from lmeval_prune.architectures import input_device, position_limit
-from lmeval_prune.artefacts import Work, read_json, read_texts, write_text
+from lmeval_prune.artefacts import Work, read_texts
 from lmeval_prune.errors import InputError
 from lmeval_prune.tasks.prompts import target_of, text_of, training_documents
 
 logger = logging.getLogger(__name__)
 UNREAD = 4  # windows of a text beyond those of the calibration, on which its result is measured
-INTERVAL = 5.0  # seconds between two writes of sums, at least
 
 
 class Batch(NamedTuple):
@@ -38,40 +35,6 @@ class Batch(NamedTuple):
     ids: Tensor  # token ids
     real: Tensor  # mask of real tokens, 0 for padding
     counted: Tensor  # mask of the tokens that are measured; others are read, too, but do not count
-
-
-class Sums:
-    """Sums over the tokens of a batch by batch and part, of a method of many passes.
-
-    Args:
-        work: holds them as `{"0.layers.L5": 1.5}`, so that a killed run goes on; a damaged file is as a missing one.
-        name: of the file.
-    """
-
-    def __init__(self, work: Work | None = None, name: str = "") -> None:
-        self.path, self.written, self.values = work.path(name, "json") if work else None, time.monotonic(), {}
-        if work and self.path:
-            work.begin()
-            with suppress(InputError):
-                self.values = read_json(self.path, dict[str, float])
-
-    def has(self, batch: int, part: str) -> bool:
-        """Return whether the sum of a batch and a part is known."""
-        return f"{batch}.{part}" in self.values
-
-    def total(self, batches: int, part: str) -> float:
-        """Return the sum of a part over all batches."""
-        total = 0.0
-        for batch in range(batches):  # one after the other: `sum` rounds in other ways from Python 3.12 on
-            total += self.values[f"{batch}.{part}"]
-        return total
-
-    def add(self, batch: int, part: str, value: float) -> None:
-        """Add the sum of a batch and a part, and write the file if the last time is `INTERVAL` seconds ago."""
-        self.values[f"{batch}.{part}"] = value
-        if self.path is not None and time.monotonic() - self.written >= INTERVAL:
-            write_text(self.path, json.dumps(self.values))
-            self.written = time.monotonic()
 
 
 @dataclass(frozen=True)
@@ -83,7 +46,7 @@ class CalibrationText:
     tokenisation: Mapping[str, Any] = field(default_factory=dict)  # special tokens; whether a chat template is applied
     counted: tuple[Tensor, ...] | None = None  # masks of the tokens that are measured, by batch; None: all real tokens
     unread: Sequence[Sequence[int]] = field(default=(), compare=False)  # windows that follow in the text
-    sums: Sums | None = field(default=None, compare=False)  # what a killed run knows of this scoring
+    work: Work | None = field(default=None, compare=False)  # of a scoring of many passes, which goes on after a kill
 
     @classmethod
     def from_windows(

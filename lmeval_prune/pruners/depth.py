@@ -15,7 +15,7 @@ from transformers import Cache
 from lmeval_prune.architectures import ModelMap
 from lmeval_prune.interventions.base import change_output
 from lmeval_prune.pruners.base import Pruner, Scores
-from lmeval_prune.pruners.calibration import CalibrationText, Sums
+from lmeval_prune.pruners.calibration import CalibrationText
 from lmeval_prune.pruners.parts import DEPTH_KINDS, LAYERS, DepthPart, Removed, make_plan
 from lmeval_prune.pruners.sequential import replace_forward
 
@@ -112,25 +112,27 @@ class BlockKl(Pruner):
         counted tokens only.
         """
         model, text, count = model_map.model, self.require_text(text), 0
-        sums = text.sums or Sums()
+        totals = dict.fromkeys([part.key for part in parts], 0.0)
         for number, (batch, inputs) in enumerate(text.inputs(model)):
             tokens = batch.counted.bool()
             count += int(tokens.sum())
-            missing = [part for part in parts if not sums.has(number, part.key)]
-            if not missing:
-                continue
-            arguments = {**inputs, "use_cache": False}
-            with torch.no_grad(), _gathering_tokens(model.get_output_embeddings(), tokens):
-                dense = _log_probabilities(model(**arguments).logits, tokens)
-                shares = dense.exp()
-                with make_plan(removed, True).applied_to(model, model_map):
-                    outputs = _layer_outputs(model_map, inputs)
-                for part in missing:
-                    plan = make_plan({**removed, part.key: {0}}, True)
-                    with plan.applied_to(model, model_map), _starting_at(part, outputs):
-                        pruned = _log_probabilities(model(**arguments).logits, tokens)
-                    sums.add(number, part.key, float((shares * (dense - pruned)).sum(-1).double().sum()))
-        totals = {part.key: sums.total(len(text.batches), part.key) for part in parts}
+            sums = text.work.tensors(f"batch {number}") if text.work else None
+            if sums is None:
+                sums, arguments = {}, {**inputs, "use_cache": False}
+                with torch.no_grad(), _gathering_tokens(model.get_output_embeddings(), tokens):
+                    dense = _log_probabilities(model(**arguments).logits, tokens)
+                    shares = dense.exp()
+                    with make_plan(removed, True).applied_to(model, model_map):
+                        outputs = _layer_outputs(model_map, inputs)
+                    for part in parts:
+                        plan = make_plan({**removed, part.key: {0}}, True)
+                        with plan.applied_to(model, model_map), _starting_at(part, outputs):
+                            pruned = _log_probabilities(model(**arguments).logits, tokens)
+                        sums[part.key] = (shares * (dense - pruned)).sum(-1).double().sum()
+                if text.work:
+                    text.work.write_tensors(f"batch {number}", sums)
+            for key in totals:
+                totals[key] += float(sums[key])
         return Scores({key: torch.tensor([x / max(1, count)], dtype=torch.float64) for key, x in totals.items()})
 
 

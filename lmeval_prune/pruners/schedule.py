@@ -18,7 +18,7 @@ from lmeval_prune.errors import InputError
 from lmeval_prune.interventions.plan import Plan
 from lmeval_prune.pruners.allocation import Budget, allocate, parameter_counts, removed_by, unit_pools
 from lmeval_prune.pruners.base import Pruner, Scores, per_member, pruner_name, score
-from lmeval_prune.pruners.calibration import CalibrationText, Sums
+from lmeval_prune.pruners.calibration import CalibrationText
 from lmeval_prune.pruners.moments import bias_for, input_moments
 from lmeval_prune.pruners.options import PruneOptions, Unit
 from lmeval_prune.pruners.parts import (
@@ -141,7 +141,9 @@ def has_scores_of(scores: Mapping[str, Tensor], kind: str) -> bool:
 def work_of(folder: Path, record: Mapping[str, Any], model_map: ModelMap) -> Work:
     """Return the folder of what is finished of a plan; that of another plan or model is deleted."""
     model = [model_map.weights, config_fingerprint(model_map.model.config), model_map.signature()]
-    return Work(folder, {"record": record, "model": model}, restart=True)
+    work = Work(folder, {"record": record, "model": model}, restart=True)
+    work.begin()
+    return work
 
 
 def _score(
@@ -169,7 +171,7 @@ def _score(
             read = [text.record(), *(list(ids.shape) for ids, _ in text.batches)]
             members = {key: sorted(numbers) for key, numbers in removed.items() if numbers}
             name = f"{'-'.join(kinds)}-{digest([pruner.identity, read, members])}"
-            tensors, text = store.tensors(name), replace(text, sums=Sums(store, name))
+            tensors, text = store.tensors(name), replace(text, work=Work(store.folder / name, {}, restart=True))
         if tensors is None:
             parts: list[Part | DepthPart] = [*parts_of(model_map, kinds), *depth_parts_of(model_map, kinds)]
             with nullcontext() if pruner.compares_with_unpruned else earlier.applied_to(model_map.model, model_map):

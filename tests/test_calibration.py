@@ -84,7 +84,6 @@ def test_a_window_begins_as_lm_eval_reads_its_text(
 
 
 def test_without_special_tokens_windows_are_the_text_itself(tiny_folder: Path, text: str) -> None:
-    """The hash in plans of earlier versions stays the same."""
     actual = read_calibration(AutoTokenizer.from_pretrained(tiny_folder), text, None, windows=8, tokens=40).record()
     assert actual["sha256"] == "86b6f6fd7c5ea7b6" and actual["tokens"] == 320
     assert actual["special_tokens"] == {"before": [], "after": []} and actual["apply_chat_template"] is False

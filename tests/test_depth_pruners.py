@@ -177,21 +177,6 @@ def test_passes_that_start_at_a_layer_equal_those_of_the_whole_model(family: str
         assert ran.count(sublayer) == len(text.batches) * passes, sublayer
 
 
-def test_random_scores_of_layers_are_drawn_by_seed() -> None:
-    model_map = map_model(tiny("llama"))
-    first, again, other = (depth_scores("random", model_map, None, seed=seed) for seed in (0, 0, 1))
-    assert first == again and first.keys() == other.keys() and first != other
-    assert {key.partition(".")[0] for key in first} == {*DEPTH_KINDS}
-
-
-@pytest.mark.parametrize("name", ["block_influence", "block_kl"])
-def test_scores_of_other_blocks_do_not_depend_on_padding(name: str) -> None:
-    model_map, text = map_model(tiny("llama")), text_of()
-    ids, real = (torch.cat(tensors) for tensors in zip(*text.batches, strict=True))
-    others = CalibrationText.from_windows("test", torch.where(real.bool(), ids, ids + 1), 2, real)
-    assert depth_scores(name, model_map, text) == pytest.approx(depth_scores(name, model_map, others))
-
-
 # --------------------------------------------------------------------------- plans
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -133,24 +132,6 @@ def test_gisp_ranks_heads_and_channels_of_all_layers_together(ratio: float) -> N
     assert plan.provenance["options"]["allocation"] == "joint" and channels
     assert {*plan.heads} == heads
     assert {label: {*plan.channel_numbers(label)} for label in plan.channels} == channels
-
-
-def test_gisp_steps_score_what_is_left_and_are_nested() -> None:
-    model_map, text = map_model(tiny("llama", num_hidden_layers=4)), text_of()
-    pruner = make_pruner("gisp", {})
-    plans = list(stages(pruner, model_map, PruneOptions(0.4, steps=4), text))
-    for earlier, later in pairwise(plans):
-        assert {*earlier.heads} <= {*later.heads}
-        assert all({*earlier.channel_numbers(x)} <= {*later.channel_numbers(x)} for x in earlier.channels)
-    removed = {
-        f"heads.{x.label}": {int(h.partition("H")[2]) for h in plans[-2].heads if h.startswith(f"{x.label}H")}
-        for x in model_map.attention
-    }
-    removed |= {f"channels.{label}": {*plans[-2].channel_numbers(label)} for label in plans[-2].channels}
-    with plans[-2].applied_to(model_map.model):
-        again = pruner.scores(model_map, text, parts_of(model_map), removed).values
-    for key, values in again.items():
-        torch.testing.assert_close(plans[-1].scores[key], values)
 
 
 def test_a_size_is_the_number_of_parameters_that_surgery_removes() -> None:

@@ -31,14 +31,7 @@ from lmeval_prune.distillation.options import DistillOptions
 from lmeval_prune.distillation.prompts import Prompt, QuestionSearch, read_prompts
 from lmeval_prune.errors import InputError
 from lmeval_prune.models.identity import vocabulary_digest
-from lmeval_prune.planning.own_answers import (
-    Answerer,
-    Question,
-    Sampling,
-    calibration_text,
-    check_generative,
-    responses_folder,
-)
+from lmeval_prune.planning.own_answers import Answerer, Question, calibration_text, check_generative, responses_folder
 from lmeval_prune.pruners.calibration import CalibrationText, encode, encode_continuation
 from lmeval_prune.surgery.card import shown, write_checkpoint_card
 from lmeval_prune.tasks.loading import load_task, task_manager
@@ -265,9 +258,9 @@ class LanguageHost(Host):
     def answerer(self) -> Answerer:
         """Asks models the training problems."""
         options = self.options
-        sampling = Sampling(max_gen_toks=options.max_gen_toks, seed=options.seed)
         task = self.task if options.task and self.task.get_config("output_type") == "generate_until" else None
-        return Answerer(task, self.tokenizer, sampling, responses_folder(None, Path(options.output)))
+        sampling: dict[str, Any] = {"max_gen_toks": options.max_gen_toks, "seed": options.seed}
+        return Answerer(task, self.tokenizer, responses_folder(None, Path(options.output)), **sampling)
 
     @cached_property
     def fewest_positions(self) -> tuple[str, int | None]:
@@ -288,7 +281,7 @@ class LanguageHost(Host):
         if options.calibrate_on == "own" or options.train_on == "teacher":
             check_generative(self.task)
         if options.calibrate_on == "own" or options.asks_teacher:
-            self.answerer.sampling.check_room(self.answerer.task, name, positions)
+            self.answerer.check_room(name, positions)
 
     @override
     def ask_teacher(self, examples: TrainingExamples, work: Path, device: Any) -> None:
@@ -329,7 +322,7 @@ class LanguageHost(Host):
         questions = [problem.question for problem in self.drawn(examples.questions)]
         answers = self.answerer.answers(model, questions)
         name = f"own answers to {len(questions)} training problems"
-        return calibration_text(name, answers, self.answerer.sampling, prompts_count=False)
+        return calibration_text(name, self.answerer, answers, prompts_count=False)
 
     @override
     def collate(self, examples: Sequence[Any]) -> dict[str, Any]:

@@ -57,7 +57,7 @@ def write_lessons(
 
     Texts of more than `longest` tokens are left out; `positions` are those of the models, None: any number.
     """
-    room = math.inf if positions is None else positions - answerer.sampling.length(answerer.task)
+    room = math.inf if positions is None else positions - answerer.length
     learned = {
         part: _of_problems(answerer, teacher, part_problems, longest) for part, part_problems in problems.items()
     }

@@ -52,22 +52,33 @@ class OwnAnswer(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Sampling:
-    """How answers are generated.
+class Answerer:
+    """Asks models the questions of a task, or prompts of none.
 
     Attributes:
+        task: a loaded generative task; None: prompts of no task, which have a `source`.
+        tokenizer: of the models.
+        responses: folder of the answer store.
         temperature: 0 for greedy answers.
         max_gen_toks: tokens of an answer at most; None: the task's.
         seed: of sampled answers.
+        add_bos_token: as lm-eval's model_arg.
+        source: what the questions are of, for messages and random numbers; default: the task.
     """
 
+    task: Any
+    tokenizer: Any
+    responses: Path
     temperature: float = 0.0
     max_gen_toks: int | None = None
     seed: int = 0
+    add_bos_token: bool | None = None
+    source: str | None = None
 
-    def settings(self, task: Any) -> dict[str, Any]:
-        """Return lm-eval's generation settings: the task's, with this length and temperature."""
-        kwargs = {"until": []} if task is None else task.get_config("generation_kwargs") or {}
+    @property
+    def settings(self) -> dict[str, Any]:
+        """lm-eval's generation settings: the task's, with this length and temperature."""
+        kwargs = {"until": []} if self.task is None else self.task.get_config("generation_kwargs") or {}
         settings = generation.without_sampling(dict(kwargs))
         if self.max_gen_toks:
             names = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_length")
@@ -75,38 +86,19 @@ class Sampling:
             settings["max_gen_toks"] = self.max_gen_toks
         return settings | ({"do_sample": True, "temperature": self.temperature} if self.temperature else {})
 
-    def length(self, task: Any) -> int:
-        """Return the largest number of tokens of an answer."""
-        return generation.answer_limit(self.settings(task))
+    @property
+    def length(self) -> int:
+        """Largest number of tokens of an answer."""
+        return generation.answer_limit(self.settings)
 
-    def check_room(self, task: Any, name: str, positions: int | None) -> None:
+    def check_room(self, name: str, positions: int | None) -> None:
         """Raise `InputError` if answers can be as long as the positions of a model; None: it names no number."""
-        length = self.length(task)
-        if positions is not None and length >= positions:
-            raise InputError(f"max_gen_toks={length} leaves no room for a prompt: {name} has {positions} positions")
+        if positions is not None and self.length >= positions:
+            raise InputError(
+                f"max_gen_toks={self.length} leaves no room for a prompt: {name} has {positions} positions"
+            )
 
-
-@dataclass(frozen=True)
-class Answerer:
-    """Asks models the questions of a task, or prompts of none.
-
-    Attributes:
-        task: a loaded generative task; None: prompts of no task, which have a `source`.
-        tokenizer: of the models.
-        sampling: how answers are generated.
-        responses: folder of the answer store.
-        add_bos_token: as lm-eval's model_arg.
-        source: what the questions are of, for messages and random numbers; default: the task.
-    """
-
-    task: Any
-    tokenizer: Any
-    sampling: Sampling
-    responses: Path
-    add_bos_token: bool | None = None
-    source: str | None = None
-
-    def answers(self, model: Any, questions: Sequence[Question], disable_tqdm: bool = False) -> list[OwnAnswer]:
+    def answers(self, model: Any, questions: Sequence[Question]) -> list[OwnAnswer]:
         """Return a model's answer to each question, from the store or generated now, with its interventions."""
         settings: dict[str, Any] = {"engine": "batched", "deterministic": True, "responses": str(self.responses)}
         if self.add_bos_token is not None:
@@ -117,14 +109,14 @@ class Answerer:
             lm = PrunedHFLM(model, tokenizer=copy.deepcopy(self.tokenizer), **settings)
         finally:
             hf_logger.disabled = False
-        lm.fixed_seed = self.sampling.seed
+        lm.fixed_seed = self.seed
         try:
-            source, settings = self.source or str(self.task.task_name), self.sampling.settings(self.task)
+            source, settings = self.source or str(self.task.task_name), self.settings
             requests = [
                 compat.request("generate_until", (x.prompt, settings), source, x.number, doc=dict(x.document))
                 for x in questions
             ]
-            texts = lm.generate_until(requests, disable_tqdm=disable_tqdm)
+            texts = lm.generate_until(requests)
             records = lm.answering.stored("generate_until", requests)
             pairs = zip(requests, texts, records, strict=True)
             answers = [self._answer(lm, request, text, record) for request, text, record in pairs]
@@ -205,19 +197,17 @@ class OwnText:
             logger.warning("%s has %d of %d training questions", options.task, len(numbers), options.windows)
         chat = tokenizer if options.apply_chat_template else None
         self.questions = [Question(n, documents[n], prompt_of(task, documents[n], chat)) for n in numbers]
-        sampling = Sampling(options.sample_temperature, options.max_gen_toks, options.seed)
-        sampling.check_room(task, "this model", position_limit(skeleton))
-        self.answerer = Answerer(task, tokenizer, sampling, responses, options.add_bos_token)
+        sampling = (options.sample_temperature, options.max_gen_toks, options.seed)
+        self.answerer = Answerer(task, tokenizer, responses, *sampling, options.add_bos_token)
+        self.answerer.check_room("this model", position_limit(skeleton))
 
     def of(self, model: Any) -> CalibrationText:
         """Return the text of a model, with its interventions."""
-        options, sampling = self.options, self.answerer.sampling
-        answers, name = (
-            self.answerer.answers(model, self.questions),
-            f"own answers to training questions of {options.task}",
-        )
+        options = self.options
+        answers = self.answerer.answers(model, self.questions)
+        name = f"own answers to training questions of {options.task}"
         tokenisation = {"apply_chat_template": options.apply_chat_template}
-        return calibration_text(name, answers, sampling, options.prompts_count, options.batch, tokenisation)
+        return calibration_text(name, self.answerer, answers, options.prompts_count, options.batch, tokenisation)
 
     def renewed(self, model: Any) -> Renew | None:
         """Return the function that asks the model pruned so far again, every `regenerate` steps."""
@@ -227,8 +217,8 @@ class OwnText:
 
 def calibration_text(
     name: str,
+    answerer: Answerer,
     answers: Sequence[OwnAnswer],
-    sampling: Sampling,
     prompts_count: bool,
     batch: int = 8,
     tokenisation: Mapping[str, Any] | None = None,
@@ -236,8 +226,8 @@ def calibration_text(
     """Make calibration text of own answers, each with its prompt in a row; the arguments are recorded with it."""
     settings = {
         "questions": len(answers),
-        "temperature": sampling.temperature,
-        "seed": sampling.seed,
+        "temperature": answerer.temperature,
+        "seed": answerer.seed,
         "prompts_count": prompts_count,
         "cut_off": sum(answer.cut_off for answer in answers),
     }

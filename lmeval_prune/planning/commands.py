@@ -11,7 +11,7 @@ from typing import Any
 
 from lmeval_prune.config import command, resolve_device
 from lmeval_prune.errors import InputError, check_exists
-from lmeval_prune.pruners.options import PruneOptions, PruneSettings, TextOptions, pick
+from lmeval_prune.pruners.options import PruneOptions, PruneSettings, TextOptions
 from lmeval_prune.pruners.table import PRUNERS
 
 DEFAULT = "flap"  # of `prune`: unlike slimgpt it suits short texts, and reads them once
@@ -123,8 +123,8 @@ def prune(
         revision: revision of the model
         device: cpu or cuda; default: a GPU if there is one
     """
-    all_options = PruneSettings(**settings)  # refuses mistakes before torch is imported
-    text_options, pruning = pick(TextOptions, all_options), pick(PruneOptions, all_options)
+    text_options = PruneSettings(**settings)  # refuses mistakes before torch is imported
+    pruning = PruneOptions(**{field.name: getattr(text_options, field.name) for field in fields(PruneOptions)})
     if text_options.text:
         check_exists(text_options.text)
     from lmeval_prune.architectures import map_model

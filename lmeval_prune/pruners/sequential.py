@@ -153,7 +153,17 @@ class LayerwisePruning:
     def run(self, parts: Sequence[Part]) -> tuple[Removal, dict[str, Any]]:
         """Prune these parts of the model; return what is removed, and notes on least squares for the plan."""
         total, labels = Removal(), list(self.model_map.layers)
-        notes = _note_of_few_tokens(parts, self.text.tokens) if self.needs_second or self.solves else {}
+        notes: dict[str, Any] = {}
+        if parts and (self.needs_second or self.solves):
+            widest, tokens = max(parts, key=lambda part: in_features(part.projection)), self.text.tokens
+            if (columns := in_features(widest.projection)) > tokens:
+                name = widest.projection_name
+                logger.warning(
+                    "the calibration text has %d tokens, fewer than the %d columns of %s: the solution of least "
+                    "squares depends on the damping; give more --windows or --tokens",
+                    *(tokens, columns, name),
+                )
+                notes["fewer_tokens_than_columns"] = {"tokens": tokens, "widest": name, "columns": columns}
         by_layer = [[part for part in parts if part.label == label] for label in labels]
         last = max((number for number, layer_parts in enumerate(by_layer) if layer_parts), default=-1)
         for number, label in enumerate(labels[: last + 1]):
@@ -223,20 +233,6 @@ class LayerwisePruning:
         if damping != self.options.damping:
             removal.damping[part.projection_name] = damping
         return second
-
-
-def _note_of_few_tokens(parts: Sequence[Part], tokens: int) -> dict[str, Any]:
-    """Warn if too few tokens make the widest projection's mean of x·xᵀ singular, and return a note for the plan."""
-    widest = max(parts, key=lambda part: in_features(part.projection), default=None)
-    if widest is None or (columns := in_features(widest.projection)) <= tokens:
-        return {}
-    name = widest.projection_name
-    logger.warning(
-        "the calibration text has %d tokens, fewer than the %d columns of %s: the solution of least squares depends "
-        "on the damping; give more --windows or --tokens",
-        tokens, columns, name,
-    )  # fmt: skip
-    return {"fewer_tokens_than_columns": {"tokens": tokens, "widest": name, "columns": columns}}
 
 
 class LayerReplay:

@@ -32,9 +32,9 @@ from lmeval_prune.profiling.costs import parameters
 from lmeval_prune.pruners.base import make_pruner
 from lmeval_prune.pruners.calibration import CalibrationText, read_calibration
 from lmeval_prune.pruners.options import PruneOptions
-from lmeval_prune.pruners.parts import KINDS, Removal, depth_parts_of, parts_of
+from lmeval_prune.pruners.parts import KINDS, depth_parts_of, make_plan, parts_of
 from lmeval_prune.pruners.schedule import stages
-from lmeval_prune.pruners.sequential import SequentialPruner, make_plan
+from lmeval_prune.pruners.sequential import SequentialPruner
 from lmeval_prune.reporting.plot_style import COLOURS, figure, save
 from lmeval_prune.reporting.tables import markdown
 from lmeval_prune.surgery.cut import cut
@@ -74,9 +74,7 @@ class Work:
                 self.by_method[method] = pruner.scores(self.model_map, self.calibration, parts, {}).values
             return self.by_method[method]
         if key not in self.stored:
-            values = pruner.depth_scores(
-                self.model_map, self.calibration, depth_parts_of(self.model_map), Removal()
-            ).values
+            values = pruner.scores(self.model_map, self.calibration, depth_parts_of(self.model_map), {}).values
             self.stored[key] = {name: float(value) for name, value in values.items()}
         return {name: torch.tensor([value]).double() for name, value in self.stored[key].items()}
 
@@ -110,11 +108,7 @@ class Work:
             earlier = make_plan(removed if method != "block_kl" else {}, True)
             layers = depth_parts_of(self.model_map, ["layers"])
             with earlier.applied_to(self.model_map.model, self.model_map):
-                values = (
-                    make_pruner(method, {})
-                    .depth_scores(self.model_map, self.calibration, layers, Removal(removed))
-                    .values
-                )
+                values = make_pruner(method, {}).scores(self.model_map, self.calibration, layers, removed).values
             chosen.append(min((float(x), key) for key, x in values.items() if key not in removed)[1].partition(".")[2])
         return Plan(blocks=chosen[:count])
 

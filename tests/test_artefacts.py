@@ -46,8 +46,7 @@ from lmeval_prune.interventions import load_intervention
 from lmeval_prune.interventions import plan as plan_module
 from lmeval_prune.interventions.plan import Plan
 from lmeval_prune.models.answer_store import AnswerStore, read_answers
-from lmeval_prune.pruners.parts import Removal
-from lmeval_prune.pruners.stores import load_layer, load_scores, save_layer, save_scores, sums
+from lmeval_prune.pruners.sequential import Removal
 from lmeval_prune.sprint.router import Router
 from lmeval_prune.sprint.routers.contrastive import NearestHeads
 from tests.athena_hosts import encoder_folder, host
@@ -381,12 +380,12 @@ def _answers(compacted: bool) -> Callable[[Path], Kind]:
 def _layers(folder: Path) -> Kind:
     removed = {"heads.L0": {1}, "channels.L0": {2, 3}}
     removal = Removal(removed, {"L0.o_proj.weight": torch.ones(2, 2)}, {"L0.o_proj": 0.5})
-    save_layer(Work(folder / "layers", {"of": "plan"}), "L0", removal)
+    removal.save(Work(folder / "layers", {"of": "plan"}), "L0")
 
     def read() -> Any:
         shutil.rmtree(folder / "copy", ignore_errors=True)  # what is of another plan is removed
         copy = shutil.copytree(folder / "layers", folder / "copy")
-        result = load_layer(Work(copy, {"of": "plan"}, restart=True), "L0")
+        result = Removal.load(Work(copy, {"of": "plan"}, restart=True), "L0")
         if result is None:  # it is made again
             raise InputError("not known")
         return result.removed, tensors_of(result.compensation), result.damping
@@ -396,18 +395,17 @@ def _layers(folder: Path) -> Kind:
 
 def _scores(folder: Path) -> Kind:
     work = Work(folder / "scoring", {"of": "plan"})
-    save_scores(work, "heads", {"heads.L0": torch.ones(2)}, {"heads.L0": torch.zeros(4)})
-    write_text(folder / "scoring" / "layers.json", json.dumps({"0.layers.L0": 1.5, "1.layers.L0": 2.0}))
+    work.write_tensors("heads", {"values.heads.L0": torch.ones(2), "means.heads.L0": torch.zeros(4)})
 
     def read() -> Any:
         shutil.rmtree(folder / "copy", ignore_errors=True)  # what is of another plan is removed
         work = Work(shutil.copytree(folder / "scoring", folder / "copy"), {"of": "plan"}, restart=True)
-        scores, known = load_scores(work, "heads"), sums(work, "layers")
-        if scores is None or not (known.has(0, "layers.L0") and known.has(1, "layers.L0")):  # they are computed again
+        scores = work.tensors("heads")
+        if scores is None:  # they are computed again
             raise InputError("not known")
-        return tensors_of(scores[0]), tensors_of(scores[1] or {}), known.total(2, "layers.L0")
+        return tensors_of(scores)
 
-    return Kind([folder / "scoring" / name for name in ("settings.json", "heads.safetensors", "layers.json")], read)
+    return Kind([folder / "scoring" / name for name in ("settings.json", "heads.safetensors")], read)
 
 
 KINDS: dict[str, Callable[[Path], Kind]] = {

@@ -18,26 +18,21 @@ import torch
 from lmeval_prune import Plan, map_model
 from lmeval_prune.architectures import ModelMap
 from lmeval_prune.architectures.blocks import weight_of
-from lmeval_prune.artefacts import Work
 from lmeval_prune.artefacts import work as work_folder
 from lmeval_prune.cli import main
-from lmeval_prune.errors import InputError
 from lmeval_prune.interventions.base import change_input
 from lmeval_prune.pruners.allocation import Budget, UnitPool, allocate, removed_by, standardised, unit_pools
 from lmeval_prune.pruners.base import Pruner, make_pruner
+from lmeval_prune.pruners.baselines import RandomScores
 from lmeval_prune.pruners.calibration import CalibrationText
-from lmeval_prune.pruners.compensation import damped, least_squares_for
 from lmeval_prune.pruners.flap import Flap
-from lmeval_prune.pruners.llm_pruner import LlmPruner, gradients, projections_of, structure_sums
-from lmeval_prune.pruners.moments import Moments, ReferenceFluctuation, input_moments
+from lmeval_prune.pruners.moments import Moments, ReferenceFluctuation, damped, input_moments, least_squares_for
 from lmeval_prune.pruners.options import PruneOptions
-from lmeval_prune.pruners.parts import Part, Removal, parts_of
-from lmeval_prune.pruners.random_scores import RandomScores
+from lmeval_prune.pruners.parts import Part, parts_of
 from lmeval_prune.pruners.schedule import resolve_options, stages
 from lmeval_prune.pruners.sequential import LayerReplay
-from lmeval_prune.pruners.slimgpt import SlimGpt, eliminated
-from lmeval_prune.pruners.stores import load_layer, save_layer
-from lmeval_prune.pruners.wanda_sp import WandaSp
+from lmeval_prune.pruners.slimgpt import SlimGpt, WandaSp, eliminated
+from lmeval_prune.pruners.taylor import LlmPruner, gradients, projections_of, structure_sums
 from lmeval_prune.surgery.cut import cut
 from tests.kills import killing_after
 from tests.test_pruners import text_of
@@ -688,21 +683,6 @@ def test_a_killed_calibration_goes_on_to_the_same_plan(tmp_path: Path, monkeypat
         (plan,) = stages(SlimGpt(), model_map, PruneOptions(0.3), whole(), work=work)
         assert plan == expected
         monkeypatch.undo()
-
-
-def test_what_is_kept_of_another_plan_is_not_taken(tmp_path: Path) -> None:
-    def work(ratio: float) -> Work:
-        return Work(tmp_path / "work", {"ratio": ratio}, restart=True)
-
-    removed = {"heads.L0": {1}, "channels.L0": {2, 3}}
-    save_layer(work(0.2), "L0", Removal(removed, {"L0.down.weight": torch.eye(2)}, {"L0.down": 0.1}))
-    actual = load_layer(work(0.2), "L0")
-    assert actual is not None and (actual.removed, actual.damping) == (removed, {"L0.down": 0.1})
-    assert torch.equal(actual.compensation["L0.down.weight"], torch.eye(2))
-    with pytest.raises(InputError, match=r"ratio=0\.2, now it is 0\.3"):
-        Work(tmp_path / "work", {"ratio": 0.3})
-    assert load_layer(work(0.3), "L0") is None
-    assert not (tmp_path / "work").exists()
 
 
 # --------------------------------------------------------------------------- the command, and mistakes

@@ -20,7 +20,7 @@ from lmeval_prune import InputError, map_model
 from lmeval_prune.planning.own_answers import OwnText
 from lmeval_prune.pruners import attention_statistics, calibration
 from lmeval_prune.pruners.base import PRUNERS, Scores, make_pruner
-from lmeval_prune.pruners.calibration import _as_text, encode, read_calibration
+from lmeval_prune.pruners.calibration import _written, encode, read_calibration
 from lmeval_prune.pruners.options import TextOptions
 from lmeval_prune.pruners.parts import HEADS, KINDS, parts_of
 from tests.test_pruners import text_of
@@ -84,7 +84,6 @@ def test_a_window_begins_as_lm_eval_reads_its_text(
 
 
 def test_without_special_tokens_windows_are_the_text_itself(tiny_folder: Path, text: str) -> None:
-    """The hash in plans of earlier versions stays the same."""
     actual = read_calibration(AutoTokenizer.from_pretrained(tiny_folder), text, None, windows=8, tokens=40).record()
     assert actual["sha256"] == "86b6f6fd7c5ea7b6" and actual["tokens"] == 320
     assert actual["special_tokens"] == {"before": [], "after": []} and actual["apply_chat_template"] is False
@@ -218,7 +217,7 @@ BY_LOSS = ("llm_pruner", "gisp")
 READING = [
     name
     for name in PRUNERS
-    if name not in BY_LOSS and (pruner := make_pruner(name, {})).reads_text and not pruner.depth_only
+    if name not in BY_LOSS and (pruner := make_pruner(name, {})).reads_text and HEADS in pruner.kinds
 ]
 
 
@@ -227,9 +226,9 @@ READING = [
 def test_calibration_does_not_run_the_output_head(name: str, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """No score needs its logits; the scores are bit-identical with and without it."""
     model_map, text, pruner = map_model(tiny(family)), text_of(), make_pruner(name, {})
-    parts = parts_of(model_map, [HEADS] if pruner.heads_only else KINDS)
+    parts = parts_of(model_map, [kind for kind in KINDS if kind in pruner.kinds])
     try:
-        pruner.check_model(model_map)
+        pruner.check(model_map, [HEADS])
     except InputError:
         pytest.skip(f"{name} is not for {family}")
 
@@ -266,6 +265,6 @@ def test_the_label_of_a_choice_is_no_solution() -> None:
         doc_to_choice=lambda _: choices["doc_to_choice"],
         get_config=choices.get,
     )
-    assert _as_text(task, {"question": "Which?", "answer": "B"}) == "Which? a cat\n\n"
+    assert _written(task, {"question": "Which?", "answer": "B"}) == "Which? a cat\n\n"
     choices.clear()
-    assert _as_text(task, {"question": "Which?", "answer": "B"}) == "Question: Which?\nAnswer: B\n\n"
+    assert _written(task, {"question": "Which?", "answer": "B"}) == "Question: Which?\nAnswer: B\n\n"

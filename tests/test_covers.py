@@ -6,7 +6,6 @@ import itertools
 import math
 from collections import Counter
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -24,22 +23,6 @@ def test_each_choice_is_in_as_many_cases_as_asked(sizes: list[int], together: in
         for choice in itertools.product(*(range(sizes[axis]) for axis in axes)):
             assert seen[choice] >= min(times, others)
     assert cases == cover(sizes, together, times)
-
-
-@pytest.mark.parametrize(
-    ("sizes", "together", "times", "most"),
-    [([9, 6], 1, 1, 9), ([9, 6], 1, 2, 18), ([3, 3, 3], 2, 1, 12), ([2, 4, 2], 2, 1, 8), ([2] * 8, 2, 1, 10)],
-)
-def test_a_cover_is_small(sizes: list[int], together: int, times: int, most: int) -> None:
-    assert len(cover(sizes, together, times)) <= most
-
-
-def test_values_that_need_no_company_get_all_sorts() -> None:
-    """A cover of single values pairs them as differently as it can."""
-    cases = cover([12, 4, 2, 2], 1)
-    assert len(cases) == 12
-    for axis, other in itertools.combinations((1, 2, 3), 2):
-        assert len({(case[axis], case[other]) for case in cases}) == {(1, 2): 8, (1, 3): 8, (2, 3): 4}[axis, other]
 
 
 def test_what_is_in_no_cover_is_long_and_nothing_is_lost() -> None:

@@ -17,11 +17,11 @@ from lmeval_prune import InputError, Plan, load_pretrained, map_model
 from lmeval_prune.architectures import ModelMap
 from lmeval_prune.pruners.allocation import Budget, unit_pools
 from lmeval_prune.pruners.base import make_pruner
-from lmeval_prune.pruners.block_kl import _gathering_tokens
+from lmeval_prune.pruners.baselines import RandomScores
 from lmeval_prune.pruners.calibration import CalibrationText
+from lmeval_prune.pruners.depth import _gathering_tokens
 from lmeval_prune.pruners.options import PruneOptions
-from lmeval_prune.pruners.parts import DEPTH_KINDS, Removal, Removed, depth_parts_of
-from lmeval_prune.pruners.random_scores import RandomScores
+from lmeval_prune.pruners.parts import DEPTH_KINDS, Removed, depth_parts_of
 from lmeval_prune.pruners.schedule import resolve_options, stages
 from tests.conftest import run_command
 from tests.test_baselines import whole
@@ -35,7 +35,7 @@ SLIDING = {"mistral", "ministral", "cohere2", "gemma2", "gemma3_text", "gpt_oss"
 def depth_scores(
     name: str, model_map: ModelMap, text: CalibrationText | None, removed: Removed | None = None, **options: Any
 ) -> dict[str, float]:
-    scores = make_pruner(name, options).depth_scores(model_map, text, depth_parts_of(model_map), Removal(removed or {}))
+    scores = make_pruner(name, options).scores(model_map, text, depth_parts_of(model_map), removed or {})
     return {key: float(value) for key, value in scores.values.items()}
 
 
@@ -96,25 +96,6 @@ def test_block_influence_is_the_angle_of_the_residual_stream(family: str) -> Non
                         expected[key].append(1 - cosine)
     for key, values in expected.items():
         assert actual[key] == pytest.approx(sum(values) / len(values), abs=1e-9), key
-
-
-def test_block_kl_has_the_compensation_of_earlier_steps() -> None:
-    model: Any = tiny("llama")
-    model_map, text, draw = map_model(model), text_of(), torch.Generator().manual_seed(2)
-    bias = {"L0.o_proj.bias": torch.randn(32, generator=draw, dtype=torch.float64)}
-    parts = depth_parts_of(model_map, ["attention", "feed_forward"])
-    scores = (
-        make_pruner("block_kl", {}).depth_scores(model_map, text, parts, Removal({"heads.L0": {0, 1}}, bias)).values
-    )
-    for part in parts:
-        total, count = 0.0, 0
-        for ids, real in text.batches:
-            dense = run(model, ids, real).log_softmax(-1)
-            with Plan("L0H0-1", compensation=bias, blocks=[part.block]).applied_to(model):
-                pruned = run(model, ids, real).log_softmax(-1)
-            divergences = (dense.exp() * (dense - pruned)).sum(-1)[real.bool()]
-            total, count = total + float(divergences.sum()), count + len(divergences)
-        assert float(scores[part.key]) == pytest.approx(total / count, rel=1e-9), part.key
 
 
 @pytest.mark.parametrize("removed", [{}, {"layers.L2": {0}}, {"attention.L1": {0}, "heads.L0": {0, 1}}])
@@ -194,21 +175,6 @@ def test_passes_that_start_at_a_layer_equal_those_of_the_whole_model(family: str
     for sublayer in model_map.sublayers:  # one dense pass for the logits, one for the outputs of the layers
         passes = 2 + sum(start <= layers.index(sublayer.layer) for start in starts)
         assert ran.count(sublayer) == len(text.batches) * passes, sublayer
-
-
-def test_random_scores_of_layers_are_drawn_by_seed() -> None:
-    model_map = map_model(tiny("llama"))
-    first, again, other = (depth_scores("random", model_map, None, seed=seed) for seed in (0, 0, 1))
-    assert first == again and first.keys() == other.keys() and first != other
-    assert {key.partition(".")[0] for key in first} == {*DEPTH_KINDS}
-
-
-@pytest.mark.parametrize("name", ["block_influence", "block_kl"])
-def test_scores_of_other_blocks_do_not_depend_on_padding(name: str) -> None:
-    model_map, text = map_model(tiny("llama")), text_of()
-    ids, real = (torch.cat(tensors) for tensors in zip(*text.batches, strict=True))
-    others = CalibrationText.from_windows("test", torch.where(real.bool(), ids, ids + 1), 2, real)
-    assert depth_scores(name, model_map, text) == pytest.approx(depth_scores(name, model_map, others))
 
 
 # --------------------------------------------------------------------------- plans

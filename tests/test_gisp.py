@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -13,10 +12,10 @@ from lmeval_prune import map_model
 from lmeval_prune.architectures import ModelMap
 from lmeval_prune.pruners.base import make_pruner
 from lmeval_prune.pruners.calibration import CalibrationText
-from lmeval_prune.pruners.llm_pruner import gradients, projections_of
 from lmeval_prune.pruners.options import PruneOptions
 from lmeval_prune.pruners.parts import Part, parts_of
 from lmeval_prune.pruners.schedule import stages
+from lmeval_prune.pruners.taylor import Gisp, gradients, projections_of
 from tests.test_pruners import text_of
 from tests.tiny_models import tiny, tokens
 
@@ -135,28 +134,10 @@ def test_gisp_ranks_heads_and_channels_of_all_layers_together(ratio: float) -> N
     assert {label: {*plan.channel_numbers(label)} for label in plan.channels} == channels
 
 
-def test_gisp_steps_score_what_is_left_and_are_nested() -> None:
-    model_map, text = map_model(tiny("llama", num_hidden_layers=4)), text_of()
-    pruner = make_pruner("gisp", {})
-    plans = list(stages(pruner, model_map, PruneOptions(0.4, steps=4), text))
-    for earlier, later in pairwise(plans):
-        assert {*earlier.heads} <= {*later.heads}
-        assert all({*earlier.channel_numbers(x)} <= {*later.channel_numbers(x)} for x in earlier.channels)
-    removed = {
-        f"heads.{x.label}": {int(h.partition("H")[2]) for h in plans[-2].heads if h.startswith(f"{x.label}H")}
-        for x in model_map.attention
-    }
-    removed |= {f"channels.{label}": {*plans[-2].channel_numbers(label)} for label in plans[-2].channels}
-    with plans[-2].applied_to(model_map.model):
-        again = pruner.scores(model_map, text, parts_of(model_map), removed).values
-    for key, values in again.items():
-        torch.testing.assert_close(plans[-1].scores[key], values)
-
-
 def test_a_size_is_the_number_of_parameters_that_surgery_removes() -> None:
     """Without biases; so joint ranks by what a parameter is worth."""
     model_map = map_model(tiny("llama"))
-    sizes = {part.key: divisor for part, divisor in make_pruner("gisp", {})._divisors(parts_of(model_map))}  # type: ignore[attr-defined]
+    sizes = Gisp().divisors(parts_of(model_map))
     for part in parts_of(model_map):
         members = 2 if part.kind == "heads" else 1
         assert float(sizes[part.key][:members].sum()) == part.cost("group")
@@ -167,7 +148,7 @@ def test_statistics_are_those_of_the_tokens_that_count(name: str) -> None:
     """Other tokens are read, too: the statistics of an answer are those in the presence of its prompt."""
     model_map = map_model(tiny("llama"))
     pruner = make_pruner(name, {})
-    parts = parts_of(model_map, ["heads"]) if pruner.heads_only else parts_of(model_map)
+    parts = parts_of(model_map, pruner.kinds)
 
     def scores(prompts_count: bool, batch: int = 2) -> dict[str, torch.Tensor]:
         text = CalibrationText.from_answers("test", PAIRS, batch, prompts_count)

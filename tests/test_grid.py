@@ -31,7 +31,7 @@ from lmeval_prune.grid.run import run
 from lmeval_prune.interventions import HeadMask
 from lmeval_prune.models import identity as identity_module
 from lmeval_prune.models.answer_store import AnswerStore, read_answers
-from lmeval_prune.pruners.magnitude import Magnitude
+from lmeval_prune.pruners.baselines import Magnitude
 from tests.conftest import ROOT, task_manager
 from tests.kills import killing_after
 from tests.test_command_line import lm_eval

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +19,7 @@ from lmeval_prune import Plan
 from lmeval_prune.cli import main
 from lmeval_prune.decoding import Engine
 from lmeval_prune.models.answer_store import AnswerStore, read_answers
-from lmeval_prune.planning.own_answers import Answerer, OwnText, Question, Sampling
+from lmeval_prune.planning.own_answers import Answerer, OwnText, Question
 from lmeval_prune.pruners.calibration import read_calibration
 from lmeval_prune.pruners.options import TextOptions
 from lmeval_prune.tasks.prompts import (
@@ -77,7 +78,7 @@ def own_text(folder: Path, name: str, model: Any, tokenizer: Any = None, **optio
 def answerer(tiny_folder: Path, folder: Path, name: str, **sampling: Any) -> tuple[Answerer, list[Question]]:
     task, documents = training_documents(name)
     questions = [Question(n, document, prompt_of(task, document)) for n, document in enumerate(documents)]
-    return Answerer(task, AutoTokenizer.from_pretrained(tiny_folder), Sampling(**sampling), folder), questions
+    return Answerer(task, AutoTokenizer.from_pretrained(tiny_folder), folder, **sampling), questions
 
 
 def generated(model: Any, prompt: tuple[int, ...]) -> list[int]:
@@ -318,16 +319,11 @@ def test_a_stop_text_is_replaced_by_the_end_token(tiny_folder: Path, tmp_path: P
     own, questions = answerer(tiny_folder, tmp_path / "store", task, **settings)
     answer = own.answers(model, questions)[number]
     assert (answer.text, answer.tokens) == (whole[number].text[:start], (*whole[number].tokens[:start], end))
-    pieces = {0: "a", 1: "b?", 2: "?"}
-    lm: Any = SimpleNamespace(tok_decode=lambda tokens: "".join(pieces[token] for token in tokens))
-    assert own._tokens_of(lm, "ab", [0, 1, 2]) == own.tokenizer.encode("ab")
-    assert own._tokens_of(lm, "ab?", [0, 1, 2]) == [0, 1]
 
 
 def _keys(own: Answerer, model: Any, questions: list[Question]) -> set[str]:
     folder = own.responses.with_name("keys")
-    copied = Answerer(own.task, own.tokenizer, own.sampling, folder)
-    copied.answers(model, questions)
+    replace(own, responses=folder).answers(model, questions)
     return {record["key"] for record in read_answers(folder)}
 
 
@@ -376,9 +372,3 @@ def test_answers_of_a_pruned_model_are_those_of_its_plan(
             assert list(answer.tokens) == generated(model, answer.prompt)
             assert answer.prompt == other.prompt
     assert pruned != dense
-
-
-# --------------------------------------------------------------------------- lessons
-
-
-# --------------------------------------------------------------------------- refusals

@@ -12,6 +12,7 @@ import torch
 from transformers import AutoTokenizer
 
 from lmeval_prune import InputError, load_pretrained, map_model
+from lmeval_prune.artefacts import Work
 from lmeval_prune.checkpoints.pruned import read_manifest
 from lmeval_prune.decoding import Engine
 from lmeval_prune.distillation.language_host import LanguageHost
@@ -21,12 +22,11 @@ from lmeval_prune.distillation.recursion import distill, make_host
 from lmeval_prune.interventions.plan import Plan
 from lmeval_prune.models.answer_store import AnswerStore, read_answers
 from lmeval_prune.planning.own_answers import calibration_text
-from lmeval_prune.pruners import sequential, stores
 from lmeval_prune.pruners.base import make_pruner
 from lmeval_prune.pruners.options import PruneOptions
 from lmeval_prune.pruners.parts import Part
 from lmeval_prune.pruners.schedule import stages
-from lmeval_prune.pruners.stores import Sums
+from lmeval_prune.pruners.sequential import Removal
 from lmeval_prune.surgery.cut import cut, cut_to
 from tests.athena_hosts import language_options
 from tests.kills import Killed, counted, run_killed
@@ -116,7 +116,7 @@ def test_each_stage_scores_compensates_and_cuts(
 def test_a_killed_stage_resumes_layer_by_layer(options: DistillOptions, tmp_path: Path) -> None:
     options = replace(options, method="slimgpt")
     distill(replace(options, output=str(tmp_path / "whole")))
-    run_killed(sequential, "save_layer", 6, lambda: distill(options))
+    run_killed(Removal, "save", 6, lambda: distill(options))
     assert len(list(Path(f"{options.output}.distilling/stage2.scoring").glob("*.safetensors"))) == 2
     distill(options)
     first, second = (load_pretrained(folder).state_dict() for folder in (options.output, str(tmp_path / "whole")))
@@ -148,7 +148,7 @@ def test_own_text_is_of_the_problems_that_are_drawn(options: DistillOptions) -> 
     text = host.calibration(examples, model)
     drawn = host.drawn(examples.questions)
     answers = host.answerer.answers(model, [problem.question for problem in drawn])
-    expected = calibration_text(text.name, answers, host.answerer.sampling, False)
+    expected = calibration_text(text.name, host.answerer, answers, False)
     assert text.record() == expected.record() and len(drawn) == 6
     rows = [row[real.bool()].tolist() for row, real in zip(*text.batches[0], strict=True)]
     ordered = sorted(zip(drawn, answers, strict=True), key=lambda pair: len(pair[1].prompt) + len(pair[1].tokens))
@@ -355,22 +355,21 @@ def test_a_killed_distillation_resumes_within_the_scores_of_a_stage(
     options: DistillOptions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     """At the pass, in the first stage and in the second; progress is printed."""
-    monkeypatch.setattr(stores, "INTERVAL", 0.0)
     whole = replace(options, method="block_kl", ratio=0.5)
     again = replace(whole, output=str(tmp_path / "again"))
     with pytest.MonkeyPatch.context() as patch:
-        calls = counted(patch, Sums, "add")
+        calls = counted(patch, Work, "write_tensors")
         distill(whole)
-    (passes,) = calls
+    (written,) = calls
     assert "step 1 of 1: scoring layers\n" in capsys.readouterr().out
-    for kill in (1, passes - 2):
+    for kill in (1, written - 3):
         with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
-            counted(patch, Sums, "add", kill)
+            counted(patch, Work, "write_tensors", kill)
             distill(again)
     with pytest.MonkeyPatch.context() as patch:
-        calls = counted(patch, Sums, "add")
+        calls = counted(patch, Work, "write_tensors")
         distill(again)
-    assert calls == [1]
+    assert calls == [2]
     assert not (tmp_path / "again.distilling").exists()
     expected, actual = (load_pretrained(run_options.output).state_dict() for run_options in (whole, again))
     assert expected.keys() == actual.keys() and all(torch.equal(expected[key], x) for key, x in actual.items())

@@ -220,7 +220,7 @@ def test_a_router_is_an_option_of_fit(install: Any) -> None:
 
 def test_a_name_of_this_package_stays(install: Any, caplog: pytest.LogCaptureFixture) -> None:
     install({"pruners": {"magnitude": "elsewhere:Ascending", "with space": "elsewhere:Ascending"}})
-    assert PRUNERS["magnitude"] == "lmeval_prune.pruners.magnitude:Magnitude"
+    assert PRUNERS["magnitude"] == "lmeval_prune.pruners.baselines:Magnitude"
     assert "with space" not in PRUNERS and len(caplog.messages) == 2
 
 

@@ -1,4 +1,4 @@
-"""Scoring that was killed resumes with the same scores, and tells how long it takes."""
+"""Scoring that was killed resumes with the same scores."""
 
 from __future__ import annotations
 
@@ -11,22 +11,16 @@ import torch
 from lmeval_prune import Plan, map_model
 from lmeval_prune.artefacts import Work
 from lmeval_prune.cli import main
-from lmeval_prune.pruners import scoring, stores
+from lmeval_prune.pruners import schedule
 from lmeval_prune.pruners.base import make_pruner
-from lmeval_prune.pruners.block_kl import BlockKl
 from lmeval_prune.pruners.calibration import CalibrationText
+from lmeval_prune.pruners.depth import BlockKl
 from lmeval_prune.pruners.options import PruneOptions
 from lmeval_prune.pruners.schedule import stages
-from lmeval_prune.pruners.stores import Sums, load_scores, save_scores, sums
 from lmeval_prune.surgery import cut as surgery
 from tests.kills import Killed, counted
 from tests.test_pruners import text_of
 from tests.tiny_models import tiny
-
-
-@pytest.fixture
-def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stores, "INTERVAL", 0.0)
 
 
 def planned(name: str, work: Path | None, text: CalibrationText, send: Any = lambda _: None, **more: Any) -> Plan:
@@ -36,29 +30,25 @@ def planned(name: str, work: Path | None, text: CalibrationText, send: Any = lam
     return plan
 
 
-@pytest.mark.usefixtures("at_once")
-@pytest.mark.parametrize("passes", [1, 11])
-def test_a_killed_score_of_many_passes_resumes_at_the_pass(passes: int, tmp_path: Path) -> None:
-    """Of three batches and four layers; the second run has the rest of the passes, and the same digits."""
+@pytest.mark.parametrize("batches", [1, 2])
+def test_a_killed_score_of_many_passes_resumes_at_the_batch(batches: int, tmp_path: Path) -> None:
+    """Of three; the second run reads the rest and stores its scores, with the same digits."""
     expected = planned("block_kl", None, text_of(), parts="layers")
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
+        counted(patch, Work, "write_tensors", batches)
+        planned("block_kl", tmp_path / "work", text_of(), parts="layers")
     with pytest.MonkeyPatch.context() as patch:
-        counted(patch, Sums, "add", passes)
-        with pytest.raises(Killed):
-            planned("block_kl", tmp_path / "work", text_of(), parts="layers")
-    with pytest.MonkeyPatch.context() as patch:
-        calls = counted(patch, Sums, "add")
+        calls = counted(patch, Work, "write_tensors")
         plan = planned("block_kl", tmp_path / "work", text_of(), parts="layers")
-    assert calls == [12 - passes]
+    assert calls == [3 - batches + 1]
     assert plan == expected and all(torch.equal(plan.scores[key], x) for key, x in expected.scores.items())
 
 
-@pytest.mark.usefixtures("at_once")
-@pytest.mark.parametrize("change", ["text", "batch", "weights", "config", "method"])
+@pytest.mark.parametrize("change", ["text", "batch", "weights", "config", "method", "damage"])
 def test_sums_of_other_work_are_not_taken(change: str, tmp_path: Path) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        counted(patch, Sums, "add", 7)
-        with pytest.raises(Killed):
-            planned("block_kl", tmp_path, text_of(), parts="layers")
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
+        counted(patch, Work, "write_tensors", 2)
+        planned("block_kl", tmp_path, text_of(), parts="layers")
     text, model_map, pruner = text_of(), map_model(tiny("llama", num_hidden_layers=4)), make_pruner("block_kl", {})
     if change == "text":
         text = text_of(rows=6)
@@ -70,12 +60,15 @@ def test_sums_of_other_work_are_not_taken(change: str, tmp_path: Path) -> None:
             model_map.attention[0].o_proj.weight.mul_(2)
     elif change == "config":
         model_map.model.config.rms_norm_eps = 0.1
+    elif change == "damage":
+        for path in tmp_path.glob("*/*.safetensors"):
+            path.write_bytes(b"{")
     with pytest.MonkeyPatch.context() as patch:
         if change == "method":
             patch.setattr(BlockKl, "version", 2)
-        calls = counted(patch, Sums, "add")
+        calls = counted(patch, Work, "write_tensors")
         (_,) = stages(pruner, model_map, PruneOptions(0.5, parts="layers"), text, work=tmp_path)
-    assert calls == [4 * len(text.batches)]
+    assert calls == [len(text.batches) + 1]
 
 
 @pytest.mark.parametrize(("name", "more"), [("gisp", {}), ("block_kl", {"parts": "blocks"}), ("flap", {})])
@@ -86,35 +79,19 @@ def test_a_killed_schedule_resumes_at_the_step(name: str, more: dict[str, Any], 
     for step in range(3):
         work = tmp_path / str(step)
         with pytest.MonkeyPatch.context() as patch:
-            counted(patch, scoring, "save_scores", step)
+            calls = counted(patch, schedule, "_score", step)
             with pytest.raises(Killed):
                 planned(name, work, text, steps=3, **more)
-        assert len([*work.glob("*.safetensors")]) == step
+        assert len([*work.glob("*.safetensors")]) == step == calls[0]
         with pytest.MonkeyPatch.context() as patch:
-            calls = counted(patch, scoring, "save_scores")
+            calls = counted(patch, schedule, "score")
             plan = planned(name, work, text, steps=3, **more)
         assert calls == [3 - step]
         assert plan == expected and plan.tensors == expected.tensors
 
 
-@pytest.mark.parametrize("damage", [b"", b"{", b'{"0.layers.L0": "x"}', b"[1.0]"])
-def test_a_damaged_file_is_as_a_missing_one(damage: bytes, tmp_path: Path) -> None:
-    work = Work(tmp_path / "work", {"of": 1})
-    path = sums(work, "a").path
-    assert path is not None
-    path.write_bytes(damage)
-    assert sums(work, "a").values == {}
-    save_scores(work, "a", {"heads.L0": torch.ones(3)}, {"heads.L0": torch.zeros(2)})
-    values, means = load_scores(Work(tmp_path / "work", {"of": 1}), "a") or ({}, {})
-    assert means and values["heads.L0"].tolist() == [1] * 3 and means["heads.L0"].tolist() == [0] * 2
-    (tmp_path / "work" / "a.safetensors").write_bytes(damage)
-    assert load_scores(work, "a") is None
-    Work(tmp_path / "work", {"of": 2}, restart=True)
-    assert not (tmp_path / "work").exists()
-
-
 def test_the_command_resumes_and_leaves_nothing(
-    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at_once: None
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "text.txt").write_text("\n\n".join(f"Ann has {n} apples and buys {n + 1} more." for n in range(60)))
     text = ["--text", str(tmp_path / "text.txt"), "--windows", "8", "--tokens", "16", "--batch", "4"]
@@ -131,14 +108,13 @@ def test_the_command_resumes_and_leaves_nothing(
             "--output",
             str(output),
         ]
-        with pytest.MonkeyPatch.context() as patch:
-            counted(patch, Sums, "add", 3)
-            with pytest.raises(Killed):
-                main(words)
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
+            counted(patch, Work, "write_tensors", 1)
+            main(words)
         assert not output.exists()
-        calls = counted(monkeypatch, Sums, "add")
+        calls = counted(monkeypatch, Work, "write_tensors")
         assert main(words) == 0 and output.exists()
-        assert calls == [{"importance": 12, "prune": 4}[command] - 3]
+        assert calls == [{"importance": 1, "prune": 2}[command]]
         assert not (tmp_path / f".{command}.json.scoring").exists()
 
 
@@ -153,9 +129,6 @@ def test_a_kill_between_plan_and_checkpoint_scores_nothing_again(tiny_folder: Pa
             main(words)
     assert (tmp_path / "plan.json").exists() and not (tmp_path / "cut").exists()
     with pytest.MonkeyPatch.context() as patch:
-        calls = counted(patch, BlockKl, "depth_scores")
+        calls = counted(patch, BlockKl, "scores")
         assert main(words) == 0 and (tmp_path / "cut" / "config.json").exists()
     assert calls == [0] and not (tmp_path / ".plan.json.scoring").exists()
-
-
-# --------------------------------------------------------------------------- estimates

@@ -38,9 +38,8 @@ from lmeval_prune.distillation.options import DistillOptions
 from lmeval_prune.distillation.trainer import LENGTH, common_prefix
 from lmeval_prune.errors import InputError
 from lmeval_prune.models.identity import vocabulary_digest
-from lmeval_prune.planning.own_answers import Answerer, Question, Sampling, calibration_text, check_generative
-from lmeval_prune.planning.texts import responses_folder
-from lmeval_prune.pruners.calibration import CalibrationText, encode, encode_continuation, end_token
+from lmeval_prune.planning.own_answers import Answerer, Question, calibration_text, check_generative, responses_folder
+from lmeval_prune.pruners.calibration import CalibrationText, encode, encode_continuation
 from lmeval_prune.surgery.card import shown, write_checkpoint_card
 from lmeval_prune.tasks.loading import load_task, task_manager
 from lmeval_prune.tasks.prompts import answer_delimiter, exemplars_of, prompt_of, question_of, target_of, text_of
@@ -98,7 +97,7 @@ class LanguageHost(Host):
         if options.calibrate_on == "own" or options.train_on == "teacher":
             check_generative(self.task)
         if options.calibrate_on == "own" or options.asks_teacher:
-            self.answerer.sampling.check_room(self.answerer.task, name, positions)
+            self.answerer.check_room(name, positions)
 
     @override
     def read(self, folder: str) -> nn.Module:
@@ -214,7 +213,7 @@ class LanguageHost(Host):
         for number, (row, (prompt, delimiter, target)) in enumerate(zip(rows.train, self.drawn_texts, strict=True)):
             answer = encode_continuation(self.tokenizer, delimiter + options.answer.replace("{}", target))
             before = encode(self.tokenizer, prompt)
-            ids, start = [*before, *answer, end_token(self.tokenizer)], max(1, len(before))
+            ids, start = [*before, *answer, self.tokenizer.eos_token_id], max(1, len(before))
             if target.strip() and start < len(ids) - 1:  # else nothing to learn, whatever is around it
                 problems.append(Problem(Question(number, row, prompt), ids, start))
         short = [problem for problem in problems if len(problem.ids) <= self.max_length]
@@ -270,9 +269,9 @@ class LanguageHost(Host):
     def answerer(self) -> Answerer:
         """Asks models the training problems."""
         options = self.options
-        sampling = Sampling(max_gen_toks=options.max_gen_toks, seed=options.seed)
         task = self.task if options.task and self.task.get_config("output_type") == "generate_until" else None
-        return Answerer(task, self.tokenizer, sampling, responses_folder(None, Path(options.output)))
+        sampling: dict[str, Any] = {"max_gen_toks": options.max_gen_toks, "seed": options.seed}
+        return Answerer(task, self.tokenizer, responses_folder(None, Path(options.output)), **sampling)
 
     @override
     def taught(self, examples: TrainingExamples, work: Path) -> TrainingExamples:
@@ -282,7 +281,7 @@ class LanguageHost(Host):
             print("asking the teacher", flush=True)
             model: Any = self.read(self.options.other_teacher or self.options.pretrained)
             asked, positions = (self.answerer, model.to(process.device)), self.fewest_positions[1]
-            room = math.inf if positions is None else positions - self.answerer.sampling.length(self.answerer.task)
+            room = math.inf if positions is None else positions - self.answerer.length
             lessons = {}
             for part, texts in parts.items() if asks_problems else ():
                 problems = [text for text in texts if isinstance(text, Problem)]
@@ -314,7 +313,7 @@ class LanguageHost(Host):
         questions = [problem.question for problem in self.drawn(examples.questions)]
         answers = self.answerer.answers(model, questions)
         name = f"own answers to {len(questions)} training problems"
-        return calibration_text(name, answers, self.answerer.sampling, prompts_count=False)
+        return calibration_text(name, self.answerer, answers, prompts_count=False)
 
     @override
     def collate(self, examples: Sequence[Any]) -> dict[str, Any]:

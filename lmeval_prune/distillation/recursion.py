@@ -35,7 +35,7 @@ from lmeval_prune.pruners.allocation import Budget, share_of, unit_pools
 from lmeval_prune.pruners.base import Pruner, make_pruner
 from lmeval_prune.pruners.options import PruneOptions
 from lmeval_prune.pruners.parts import HEADS
-from lmeval_prune.pruners.schedule import EmptyPlanError, check_methods, cuttable_unit, resolve_options, stages
+from lmeval_prune.pruners.schedule import EmptyPlanError, cuttable_unit, resolve_options, stages
 from lmeval_prune.pruners.table import PRUNERS
 from lmeval_prune.registry import import_path
 from lmeval_prune.reporting.plot_style import COLOURS
@@ -114,7 +114,6 @@ def check(host: Host) -> None:
     if removal.ratio or removal.ffn_ratio:
         pruners = stage_pruners(options, 0)
         removal = _resolved(removal, options, model_map, *pruners)
-        check_methods(*pruners, model_map, replace(removal, steps=1), True)
         has_heads = HEADS in removal.kinds
         check_cuttable(model_map, has_heads)
         if has_heads and removal.unit == "head" and any(1 < x.kv_heads < x.heads for x in model_map.attention):

@@ -104,35 +104,28 @@ class Prune(Preparation):
 
     def check(self, model_map: Any) -> None:
         """Refuse options that do not suit the method or the model, and a missing text; see `Preparation.check`."""
-        from lmeval_prune.pruners.schedule import check_methods, resolve_options
+        from lmeval_prune.pruners.schedule import resolve_options
         from lmeval_prune.surgery.cut import check_cuttable
 
         pruner = make_pruner(self.method, self.options)
-        options = resolve_options(self.prune_options(), pruner, model_map)
-        check_methods(pruner, pruner, model_map, options, bool(self.task or self.text))
+        options = resolve_options(self.prune_options(), pruner, model_map, pruner, bool(self.task or self.text))
         if self.cut:
             check_cuttable(model_map, HEADS in options.kinds)
 
     def make(self, lm: Any, folder: Path) -> None:
         """Write the plan, and the checkpoint if `cut`."""
-        from lmeval_prune.planning.own_answers import OwnText
-        from lmeval_prune.planning.texts import TextSource, read_text
-        from lmeval_prune.pruners.schedule import resolve_options, stages
+        from lmeval_prune.planning.own_answers import text_source
+        from lmeval_prune.pruners.schedule import stages
         from lmeval_prune.surgery.cut import cut_to
 
         pruner, model_map = make_pruner(self.method, self.options), lm.model_map
-        source: TextSource | None = None
-        options = resolve_options(self.prune_options(), pruner, model_map)
         answers_folder = final_path(folder).with_name(f".{folder.name}.responses")  # a killed run resumes here, too
+        text, renew = None, None
         if self.task or self.text:
-            text_options, reading = self.text_options(lm.add_bos_token), (lm.model, lm.tokenizer)
-            asks_model = self.own_answers is not None
-            source = (
-                OwnText(*reading, text_options, answers_folder) if asks_model else read_text(*reading, text_options)
-            )
-        text, renew = (source.of(lm.model), source.renewed(lm.model)) if source else (None, None)
+            source = text_source(lm.model, lm.tokenizer, self.text_options(lm.add_bos_token), answers_folder)
+            text, renew = source(lm.model)
         work = final_path(folder).with_name(f".{folder.name}.scoring")  # a killed run resumes here
-        *_, plan = stages(pruner, model_map, options, text, progress=logger.info, work=work, renew=renew)
+        *_, plan = stages(pruner, model_map, self.prune_options(), text, progress=logger.info, work=work, renew=renew)
         plan.save(folder / "plan.json", model_map)
         if self.cut:
             cut_to(folder / "model", model_map.model, plan, lm.tokenizer)

@@ -11,7 +11,7 @@ from typing import Any
 
 from lmeval_prune.config import command, resolve_device
 from lmeval_prune.errors import InputError, check_exists
-from lmeval_prune.pruners.options import PruneOptions, PruneSettings, TextOptions, pick
+from lmeval_prune.pruners.options import PruneOptions, PruneSettings, TextOptions
 from lmeval_prune.pruners.table import PRUNERS
 
 DEFAULT = "flap"  # of `prune`: unlike slimgpt it suits short texts, and reads them once
@@ -55,43 +55,36 @@ def importance(
     from lmeval_prune.artefacts import check_writable
     from lmeval_prune.checkpoints.loading import skeleton_of, with_weights
     from lmeval_prune.interventions.plan import Plan
-    from lmeval_prune.pruners.base import check_scores, make_pruner, per_member
-    from lmeval_prune.pruners.estimate import Estimate
-    from lmeval_prune.pruners.parts import DEPTH_KINDS, HEADS, KINDS, Removal, depth_parts_of, parts_of
+    from lmeval_prune.pruners.base import make_pruner, per_member, score
+    from lmeval_prune.pruners.parts import DEPTH_KINDS, HEADS, KINDS, depth_parts_of, parts_of
     from lmeval_prune.pruners.schedule import work_of
-    from lmeval_prune.pruners.stores import sums
     from lmeval_prune.reporting.maps import draw_scores
 
     pruner, torch_device = make_pruner(method, options or {}), resolve_device(device)
-    kinds = DEPTH_KINDS if pruner.depth_only else KINDS if channels else (HEADS,)
+    has_width = HEADS in pruner.kinds
+    kinds = DEPTH_KINDS if not has_width else KINDS if channels else (HEADS,)
     check_writable(output)
-    pruner.check(kinds, text_options.has_text)
     skeleton = skeleton_of(pretrained, revision)
-    pruner.check_model(map_model(skeleton))
-    text = _calibration(skeleton, pretrained, revision, text_options, output) if pruner.reads_text else None
+    pruner.check(map_model(skeleton), kinds, text_options.has_text)
+    source = _text_source(skeleton, pretrained, revision, text_options, output) if pruner.reads_text else None
     model_map = map_model(with_weights(skeleton, pretrained, revision).to(torch_device))
-    calibration = text.of(model_map.model) if text else None
-    read = replace(calibration, report=Estimate("scoring", partial(print, flush=True))) if calibration else None
-    rows: dict[str, list[float]]
-    if pruner.depth_only:
-        depth, known = depth_parts_of(model_map), None
-        if calibration:
-            record = {**pruner.identity, "calibration": calibration.record()}
-            known = sums(work_of(_work_folder(output), record, model_map), "scores")
-        scores = check_scores(pruner, pruner.depth_scores(model_map, read, depth, Removal(), known), depth).values
+    text, provenance = None, pruner.identity
+    if source:
+        text, _ = source(model_map.model)
+        provenance["calibration"] = text.record()
+        text = replace(text, work=work_of(_work_folder(output), provenance, model_map))
+    scores = score(pruner, model_map, text, [*parts_of(model_map, kinds), *depth_parts_of(model_map, kinds)]).values
+    columns, scored = None, "heads"
+    if has_width:
+        rows = {layer.label: per_member(scores[f"{HEADS}.{layer.label}"]).tolist() for layer in model_map.attention}
+        ranked = sorted((x, f"{label}H{n}") for label, values in rows.items() for n, x in enumerate(values))
+    else:
         shown = [kind for kind in DEPTH_KINDS if any(key.startswith(f"{kind}.") for key in scores)]
         labels = dict.fromkeys(key.partition(".")[2] for key in scores)
         rows = {x: [float(scores.get(f"{kind}.{x}", float("nan"))) for kind in shown] for x in labels}
         columns, scored = [kind.replace("_", "-") for kind in shown], "layers and blocks"
         ranked = sorted((float(x), key.replace(".", " ", 1).replace("_", "-")) for key, x in scores.items())
-    else:
-        parts = parts_of(model_map, kinds)
-        scores = check_scores(pruner, pruner.scores(model_map, read, parts, {}), parts).values
-        rows = {layer.label: per_member(scores[f"{HEADS}.{layer.label}"]).tolist() for layer in model_map.attention}
-        columns, scored = None, "heads"
-        ranked = sorted((x, f"{label}H{n}") for label, values in rows.items() for n, x in enumerate(values))
-    calibrated = {"calibration": calibration.record()} if calibration else {}
-    Plan(scores=scores, provenance={**pruner.identity, **calibrated}).save(output, model_map)
+    Plan(scores=scores, provenance=provenance).save(output, model_map)
     rmtree(_work_folder(output), ignore_errors=True)
     draw_scores(rows, f"{method} of {model_map.name}", Path(output).with_suffix(""), columns)
     print(f"{output} and its picture: {len(ranked)} {scored} of {model_map.name} by {method}")
@@ -130,8 +123,8 @@ def prune(
         revision: revision of the model
         device: cpu or cuda; default: a GPU if there is one
     """
-    all_options = PruneSettings(**settings)  # refuses mistakes before torch is imported
-    text_options, pruning = pick(TextOptions, all_options), pick(PruneOptions, all_options)
+    text_options = PruneSettings(**settings)  # refuses mistakes before torch is imported
+    pruning = PruneOptions(**{field.name: getattr(text_options, field.name) for field in fields(PruneOptions)})
     if text_options.text:
         check_exists(text_options.text)
     from lmeval_prune.architectures import map_model
@@ -142,8 +135,7 @@ def prune(
     from lmeval_prune.distance.tokens import logits_under
     from lmeval_prune.interventions.plan import Plan
     from lmeval_prune.pruners.base import make_pruner
-    from lmeval_prune.pruners.schedule import check_methods, resolve_options, stages
-    from lmeval_prune.pruners.scoring import kinds_read_for
+    from lmeval_prune.pruners.schedule import has_scores_of, resolve_options, stages
     from lmeval_prune.surgery.cut import check_cuttable, cut_to
 
     torch_device, scored = resolve_device(device), None
@@ -165,24 +157,24 @@ def prune(
 
     skeleton = skeleton_of(pretrained, revision)
     skeleton_map = map_model(skeleton)
-    pruning = resolve_options(pruning, pruner, skeleton_map, channel_pruner)
-    check_methods(pruner, channel_pruner, skeleton_map, pruning, text_options.has_text, stored)
+    pruning = resolve_options(pruning, pruner, skeleton_map, channel_pruner, text_options.has_text, stored)
     check_writable(output)
     if cut:
         check_folder(cut, [pretrained])
         check_writable(cut, folder=True)
         check_cuttable(skeleton_map, "heads" in pruning.kinds)
 
-    reading = kinds_read_for(pruning, pruner, channel_pruner, stored)
-    is_read = reading or pruning.compensation != "none"
-    text = _calibration(skeleton, pretrained, revision, text_options, output) if is_read else None
-    model_map = map_model(with_weights(skeleton, pretrained, revision).to(torch_device))
+    scorers = [
+        channel_pruner if kind == "channels" else pruner for kind in pruning.kinds if not has_scores_of(stored, kind)
+    ]
+    is_read = pruning.compensation != "none" or any(scorer.reads_text for scorer in scorers)
+    source = _text_source(skeleton, pretrained, revision, text_options, output) if is_read else None
+    model_map, work = map_model(with_weights(skeleton, pretrained, revision).to(torch_device)), _work_folder(output)
     if scored:
         scored.fit_to(model_map)
-    calibration = text.of(model_map.model) if text else None
-    renew, work = text.renewed(model_map.model) if text else None, _work_folder(output)
+    text, renew = source(model_map.model) if source else (None, None)
     progress = partial(print, flush=True)
-    *_, plan = stages(pruner, model_map, pruning, calibration, channel_pruner, stored, progress, work, renew)
+    *_, plan = stages(pruner, model_map, pruning, text, channel_pruner, stored, progress, work, renew)
     if scored and stored and "calibration" in scored.provenance:  # of the scores; what else was read stands beside it
         texts = {"calibration": scored.provenance["calibration"], "beside_scores": plan.provenance.get("calibration")}
         plan = replace(plan, provenance={**plan.provenance, **texts})
@@ -191,7 +183,7 @@ def prune(
     share = f", {counted['removed'] / counted['removable']:.2%} of the removable parameters" if counted else ""
     print(f"{output}: {plan.summary(model_map)}{share}; requested: {plan.provenance['removes']}")
     tokenizer = tokenizer_of(pretrained, revision)
-    print_effect(model_map.model, logits_under([plan], model_map), tokenizer, calibration.unread if calibration else ())
+    print_effect(model_map.model, logits_under([plan], model_map), tokenizer, text.unread if text else ())
     if cut:
         cut_to(cut, model_map.model, plan, tokenizer).report(cut)
     rmtree(work, ignore_errors=True)
@@ -231,16 +223,12 @@ def _work_folder(output: str) -> Path:
     return Path(output).with_name(f".{Path(output).name}.scoring")
 
 
-def _calibration(skeleton: Any, pretrained: str, revision: str | None, text_options: TextOptions, output: str) -> Any:
+def _text_source(skeleton: Any, pretrained: str, revision: str | None, options: TextOptions, output: str) -> Any:
     from lmeval_prune.checkpoints.loading import tokenizer_of
-    from lmeval_prune.planning.texts import read_text, responses_folder
+    from lmeval_prune.planning.own_answers import responses_folder, text_source
 
-    tokenizer = tokenizer_of(pretrained, revision, text_options.add_bos_token)
-    if text_options.calibrate_on == "task":
-        return read_text(skeleton, tokenizer, text_options)
-    from lmeval_prune.planning.own_answers import OwnText
-
-    return OwnText(skeleton, tokenizer, text_options, responses_folder(text_options.responses, Path(output)))
+    tokenizer = tokenizer_of(pretrained, revision, options.add_bos_token)
+    return text_source(skeleton, tokenizer, options, responses_folder(options.responses, Path(output)))
 
 
 def _stored_method(

@@ -1,4 +1,4 @@
-"""A model's own answers to training questions: calibration text, what a student learns, and what a student solves.
+"""Calibration text: what is read, or a model's own answers to training questions, from which students learn, too.
 
 The decoding engine generates them, greedily or sampled by a seed, through `pruned-hf`, so they are in the answer store
 under the keys that any evaluation has: a killed run resumes, and other runs with the same model and questions find
@@ -10,8 +10,7 @@ from __future__ import annotations
 import copy
 import logging
 import random
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,8 +19,7 @@ from lmeval_prune.architectures import map_model, position_limit
 from lmeval_prune.errors import InputError
 from lmeval_prune.models import generation
 from lmeval_prune.models.pruned_hf import PrunedHFLM
-from lmeval_prune.planning.texts import TextSource
-from lmeval_prune.pruners.calibration import CalibrationText, end_token
+from lmeval_prune.pruners.calibration import CalibrationText, check_length, read_calibration
 from lmeval_prune.pruners.options import TextOptions
 from lmeval_prune.pruners.schedule import Renew
 from lmeval_prune.tasks import compat, tries
@@ -54,22 +52,33 @@ class OwnAnswer(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Sampling:
-    """How answers are generated.
+class Answerer:
+    """Asks models the questions of a task, or prompts of none.
 
     Attributes:
+        task: a loaded generative task; None: prompts of no task, which have a `source`.
+        tokenizer: of the models.
+        responses: folder of the answer store.
         temperature: 0 for greedy answers.
         max_gen_toks: tokens of an answer at most; None: the task's.
         seed: of sampled answers.
+        add_bos_token: as lm-eval's model_arg.
+        source: what the questions are of, for messages and random numbers; default: the task.
     """
 
+    task: Any
+    tokenizer: Any
+    responses: Path
     temperature: float = 0.0
     max_gen_toks: int | None = None
     seed: int = 0
+    add_bos_token: bool | None = None
+    source: str | None = None
 
-    def settings(self, task: Any) -> dict[str, Any]:
-        """Return lm-eval's generation settings: the task's, with this length and temperature."""
-        kwargs = {"until": []} if task is None else task.get_config("generation_kwargs") or {}
+    @property
+    def settings(self) -> dict[str, Any]:
+        """lm-eval's generation settings: the task's, with this length and temperature."""
+        kwargs = {"until": []} if self.task is None else self.task.get_config("generation_kwargs") or {}
         settings = generation.without_sampling(dict(kwargs))
         if self.max_gen_toks:
             names = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_length")
@@ -77,49 +86,37 @@ class Sampling:
             settings["max_gen_toks"] = self.max_gen_toks
         return settings | ({"do_sample": True, "temperature": self.temperature} if self.temperature else {})
 
-    def length(self, task: Any) -> int:
-        """Return the largest number of tokens of an answer."""
-        return generation.answer_limit(self.settings(task))
+    @property
+    def length(self) -> int:
+        """Largest number of tokens of an answer."""
+        return generation.answer_limit(self.settings)
 
-    def check_room(self, task: Any, name: str, positions: int | None) -> None:
+    def check_room(self, name: str, positions: int | None) -> None:
         """Raise `InputError` if answers can be as long as the positions of a model; None: it names no number."""
-        length = self.length(task)
-        if positions is not None and length >= positions:
-            raise InputError(f"max_gen_toks={length} leaves no room for a prompt: {name} has {positions} positions")
-
-
-@dataclass(frozen=True)
-class Answerer:
-    """Asks models the questions of a task, or prompts of none.
-
-    Attributes:
-        task: a loaded generative task; None: prompts of no task, which have a `source`.
-        tokenizer: of the models.
-        sampling: how answers are generated.
-        responses: folder of the answer store.
-        add_bos_token: as lm-eval's model_arg.
-        source: what the questions are of, for messages and random numbers; default: the task.
-    """
-
-    task: Any
-    tokenizer: Any
-    sampling: Sampling
-    responses: Path
-    add_bos_token: bool | None = None
-    source: str | None = None
-
-    def answers(self, model: Any, questions: Sequence[Question], disable_tqdm: bool = False) -> list[OwnAnswer]:
-        """Return a model's answer to each question, from the store or generated now, with its interventions."""
-        bos = {} if self.add_bos_token is None else {"add_bos_token": self.add_bos_token}
-        engine = {"engine": "batched", "deterministic": True}
-        with _quiet_hf():
-            lm = PrunedHFLM(
-                model, tokenizer=copy.deepcopy(self.tokenizer), responses=str(self.responses), **engine, **bos
+        if positions is not None and self.length >= positions:
+            raise InputError(
+                f"max_gen_toks={self.length} leaves no room for a prompt: {name} has {positions} positions"
             )
-        lm.fixed_seed = self.sampling.seed
+
+    def answers(self, model: Any, questions: Sequence[Question]) -> list[OwnAnswer]:
+        """Return a model's answer to each question, from the store or generated now, with its interventions."""
+        settings: dict[str, Any] = {"engine": "batched", "deterministic": True, "responses": str(self.responses)}
+        if self.add_bos_token is not None:
+            settings["add_bos_token"] = self.add_bos_token
+        hf_logger = logging.getLogger("lm_eval.models.huggingface")
+        hf_logger.disabled = True  # it warns that it is given a loaded model
         try:
-            requests = [self._request(question) for question in questions]
-            texts = lm.generate_until(requests, disable_tqdm=disable_tqdm)
+            lm = PrunedHFLM(model, tokenizer=copy.deepcopy(self.tokenizer), **settings)
+        finally:
+            hf_logger.disabled = False
+        lm.fixed_seed = self.seed
+        try:
+            source, settings = self.source or str(self.task.task_name), self.settings
+            requests = [
+                compat.request("generate_until", (x.prompt, settings), source, x.number, doc=dict(x.document))
+                for x in questions
+            ]
+            texts = lm.generate_until(requests)
             records = lm.answering.stored("generate_until", requests)
             pairs = zip(requests, texts, records, strict=True)
             answers = [self._answer(lm, request, text, record) for request, text, record in pairs]
@@ -129,17 +126,12 @@ class Answerer:
             lm.close()
         return answers
 
-    def _request(self, question: Question) -> Any:
-        arguments = question.prompt, self.sampling.settings(self.task)
-        source = self.source or str(self.task.task_name)
-        return compat.request("generate_until", arguments, source, question.number, doc=dict(question.document))
-
     def _answer(self, lm: PrunedHFLM, request: Any, text: str, record: Mapping[str, Any]) -> OwnAnswer:
         params, _ = generation.engine_settings(lm, request.args[1])
         prompt = generation.prompt_tokens(lm, request, params.max_new_tokens)
         cut_off, tokens = bool(record.get("cut_off")), list(record.get("tokens") or ())
         if not tokens or not (cut_off or tokens[-1] in (params.eos or ())):
-            end = [] if cut_off else [end_token(self.tokenizer)]
+            end = [] if cut_off else [int(self.tokenizer.eos_token_id)]
             tokens = [*self._tokens_of(lm, text, tokens), *end]
         return OwnAnswer(prompt, tuple(tokens), text, cut_off)
 
@@ -161,21 +153,28 @@ class Answerer:
         return tries.outcomes(self.task, name, documents, texts)
 
 
-@contextmanager
-def _quiet_hf() -> Iterator[None]:
-    """Silence the warnings of lm-eval's `hf` that a loaded model is given to it."""
-    hf_logger = logging.getLogger("lm_eval.models.huggingface")
-    hf_logger.disabled = True
-    try:
-        yield
-    finally:
-        hf_logger.disabled = False
-
-
 # --------------------------------------------------------------------------- calibration
 
 
-class OwnText(TextSource):
+def text_source(
+    skeleton: Any, tokenizer: Any, options: TextOptions, responses: Path
+) -> Callable[[Any], tuple[CalibrationText, Renew | None]]:
+    """Return a function that gives a model with its weights its text, and the function that renews the text.
+
+    Without a renewal all steps read the same. `InputError` if the skeleton, a model perhaps without weights, cannot
+    read or answer.
+    """
+    if options.calibrate_on == "own":
+        own = OwnText(skeleton, tokenizer, options, responses)
+        return lambda model: (own.of(model), own.renewed(model))
+    check_length(skeleton, options.window)
+    reading = (options.windows, options.window, options.batch, options.seed)
+    tokenisation = (options.apply_chat_template, options.add_bos_token)
+    text = read_calibration(tokenizer, options.text, options.task, *reading, *tokenisation)
+    return lambda model: (text, None)
+
+
+class OwnText:
     """Calibration text of a model's own answers to training questions of a task.
 
     Args:
@@ -183,7 +182,6 @@ class OwnText(TextSource):
         tokenizer: of the model.
         options: task, number of questions, sampling.
         responses: folder of the answer store.
-
     """
 
     def __init__(self, skeleton: Any, tokenizer: Any, options: TextOptions, responses: Path) -> None:
@@ -199,19 +197,17 @@ class OwnText(TextSource):
             logger.warning("%s has %d of %d training questions", options.task, len(numbers), options.windows)
         chat = tokenizer if options.apply_chat_template else None
         self.questions = [Question(n, documents[n], prompt_of(task, documents[n], chat)) for n in numbers]
-        sampling = Sampling(options.sample_temperature, options.max_gen_toks, options.seed)
-        sampling.check_room(task, "this model", position_limit(skeleton))
-        self.answerer = Answerer(task, tokenizer, sampling, responses, options.add_bos_token)
+        sampling = (options.sample_temperature, options.max_gen_toks, options.seed)
+        self.answerer = Answerer(task, tokenizer, responses, *sampling, options.add_bos_token)
+        self.answerer.check_room("this model", position_limit(skeleton))
 
     def of(self, model: Any) -> CalibrationText:
         """Return the text of a model, with its interventions."""
         options = self.options
         answers = self.answerer.answers(model, self.questions)
-        tokenisation = {"apply_chat_template": options.apply_chat_template}
         name = f"own answers to training questions of {options.task}"
-        return calibration_text(
-            name, answers, self.answerer.sampling, options.prompts_count, options.batch, tokenisation
-        )
+        tokenisation = {"apply_chat_template": options.apply_chat_template}
+        return calibration_text(name, self.answerer, answers, options.prompts_count, options.batch, tokenisation)
 
     def renewed(self, model: Any) -> Renew | None:
         """Return the function that asks the model pruned so far again, every `regenerate` steps."""
@@ -221,8 +217,8 @@ class OwnText(TextSource):
 
 def calibration_text(
     name: str,
+    answerer: Answerer,
     answers: Sequence[OwnAnswer],
-    sampling: Sampling,
     prompts_count: bool,
     batch: int = 8,
     tokenisation: Mapping[str, Any] | None = None,
@@ -230,8 +226,8 @@ def calibration_text(
     """Make calibration text of own answers, each with its prompt in a row; the arguments are recorded with it."""
     settings = {
         "questions": len(answers),
-        "temperature": sampling.temperature,
-        "seed": sampling.seed,
+        "temperature": answerer.temperature,
+        "seed": answerer.seed,
         "prompts_count": prompts_count,
         "cut_off": sum(answer.cut_off for answer in answers),
     }
@@ -244,3 +240,8 @@ def check_generative(task: Any) -> None:
     """Raise `InputError` for a task whose questions are not answered by generated texts."""
     if task.get_config("output_type") != "generate_until":
         raise InputError(f"task {task.task_name} is not generative, and own answers are generated; name another task")
+
+
+def responses_folder(responses: str | None, output: Path) -> Path:
+    """Return the folder of the answer store: the one that is named, or `NAME.responses` beside the output."""
+    return Path(responses) if responses else output.with_name(f"{output.name.removesuffix('.json')}.responses")

@@ -98,6 +98,7 @@ def unit_pools(
     with attention and the highest score stays.
     """
     options, pools, skipped = budget.options, list[UnitPool](), set[str]()
+    scores = scores and standardised(scores, removed or {}, budget.allocation)
     for stack in model_map.stacks:
         labels = list(dict.fromkeys(sublayer.label for sublayer in model_map.sublayers if sublayer.stack == stack))
         skipped |= {*labels[: options.skip_first], *labels[len(labels) - options.skip_last :]}

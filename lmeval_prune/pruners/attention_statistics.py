@@ -62,28 +62,21 @@ def attention_statistic(model_map: ModelMap, text: CalibrationText, measure: Mea
             add(call.layer.label, rows, batch.counted[:, queries].bool())
         return attend(call)
 
-    if _can_be_intercepted(model_map):
-        with ExitStack() as stack:
-            intercept_attention(model_map, handler, stack)
-            for batch in text.run(model_map.model):  # noqa: B007 - read by the handler
-                pass
-    else:
-        _read_output_attentions(model_map, text, add)
-    empty = [label for label, count in counts.items() if not count]
-    if empty:
-        raise InputError(f"no query of layer {empty[0]} counts on the calibration text; give longer windows")
-    return {f"heads.{label}": total / counts[label] for label, total in sums.items()}
-
-
-def _can_be_intercepted(model_map: ModelMap) -> bool:
-    """Return whether attention calls can be intercepted; an encoder-decoder raises `InputError` if they cannot."""
     try:
         check_attention_calls(model_map)
     except InputError:
         if model_map.stacks != ("",):
             raise
-        return False
-    return True
+        _read_output_attentions(model_map, text, add)
+    else:
+        with ExitStack() as stack:
+            intercept_attention(model_map, handler, stack)
+            for batch in text.run(model_map.model):  # noqa: B007 - read by the handler
+                pass
+    empty = [label for label, count in counts.items() if not count]
+    if empty:
+        raise InputError(f"no query of layer {empty[0]} counts on the calibration text; give longer windows")
+    return {f"heads.{label}": total / counts[label] for label, total in sums.items()}
 
 
 def rows_of(call: AttentionCall, real: Tensor) -> Iterator[tuple[AttentionRows, slice]]:
@@ -95,7 +88,9 @@ def rows_of(call: AttentionCall, real: Tensor) -> Iterator[tuple[AttentionRows, 
     scaling = 1 / math.sqrt(width) if scaling is None else scaling
     keys = key.to(dtype).repeat_interleave(heads // key.shape[1], dim=1).transpose(2, 3)
     count = keys.shape[-1]
-    causal = call.mask is None and length > 1 and _is_causal(call)
+    option = options.get("is_causal")
+    is_causal = bool(getattr(call.module, "is_causal", True) if option is None else option)
+    causal = call.mask is None and length > 1 and is_causal
     first = (real.cumsum(1) == 1) & real.bool()
     size = max(1, BLOCK // (batch * heads * count))
     for start in range(0, length, size):
@@ -120,11 +115,6 @@ def rows_of(call: AttentionCall, real: Tensor) -> Iterator[tuple[AttentionRows, 
         else:
             weights = logits.softmax(-1)
         yield AttentionRows(weights, visible, first[:, queries], first), queries
-
-
-def _is_causal(call: AttentionCall) -> bool:
-    option = call.options.get("is_causal")
-    return bool(getattr(call.module, "is_causal", True) if option is None else option)
 
 
 def _read_output_attentions(

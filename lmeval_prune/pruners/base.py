@@ -1,8 +1,8 @@
-"""Base classes of pruners: a pruner scores heads and channels, or layers and blocks; the lowest scores are removed.
+"""The base class of pruners: a pruner scores heads and channels, or layers and blocks; the lowest scores are removed.
 
-A pruner is a frozen dataclass in its own file and one line in `PRUNERS` of `table.py`, or an entry point in
-`lmeval_prune.pruners` of another package. Its fields are its options. It implements `scores`; all pruners share
-counting, units, schedules and plans (`allocation.py`, `schedule.py`).
+A pruner is a frozen dataclass and a line in `PRUNERS` of `table.py`, or an entry point in `lmeval_prune.pruners` of
+another package. Its fields are its options. It implements `scores`; all pruners share counting, units, schedules and
+plans (`allocation.py`, `schedule.py`).
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from lmeval_prune.artefacts import check_finite
 from lmeval_prune.config import Settings
 from lmeval_prune.errors import InputError
 from lmeval_prune.pruners.calibration import CalibrationText
-from lmeval_prune.pruners.parts import DEPTH_KINDS, HEADS, KINDS, DepthPart, Part, Removal, Removed
-from lmeval_prune.pruners.stores import Sums
+from lmeval_prune.pruners.parts import HEADS, KINDS, DepthPart, Part, Removed
 from lmeval_prune.pruners.table import PRUNERS
 from lmeval_prune.registry import class_record, is_own
 
@@ -35,28 +34,23 @@ class Scores:
 
 @dataclass(frozen=True)
 class Pruner(Settings, ABC):
-    """Base class of methods that score heads and channels; the lowest scores are removed.
+    """Base class of methods that score parts of a model; the lowest scores are removed.
 
     Attributes:
         version: (class) raise it when the scores change, so that stored results of the earlier arithmetic are not
             reused.
+        kinds: (class) what the method can score: `heads`, `channels`, `layers`, `attention`, `feed_forward`.
         reads_text: (class) scores depend on calibration text.
         reads_logits: (class) scores depend on the next-token distributions of a causal language model.
-        heads_only: (class) the method cannot score channels.
-        depth: (class) the method can score whole layers and blocks, by `depth_scores`.
-        depth_only: (class) it scores nothing else.
         compares_with_unpruned: (class) scores compare with the unpruned model, so that what earlier steps removed is
-            not masked: the method applies it itself, with its compensation.
-        parts, allocation, compensates: (class) defaults of the options `parts`, `allocation` and `compensation`. With
-            `heads_only`, `parts` is `heads`.
+            not masked: the method applies it itself.
+        parts, allocation, compensates: (class) defaults of the options `parts`, `allocation` and `compensation`.
     """
 
     version: ClassVar[int] = 1
+    kinds: ClassVar[tuple[str, ...]] = KINDS
     reads_text: ClassVar[bool] = False
     reads_logits: ClassVar[bool] = False
-    heads_only: ClassVar[bool] = False
-    depth: ClassVar[bool] = False
-    depth_only: ClassVar[bool] = False
     compares_with_unpruned: ClassVar[bool] = False
     parts: ClassVar[str] = "both"
     allocation: ClassVar[str] = "global"
@@ -69,45 +63,25 @@ class Pruner(Settings, ABC):
         return named | asdict(self)
 
     @abstractmethod
-    def scores(self, model_map: ModelMap, text: CalibrationText | None, parts: list[Part], removed: Removed) -> Scores:
-        """Score heads and channels.
+    def scores(self, model_map: ModelMap, text: CalibrationText | None, parts: list[Any], removed: Removed) -> Scores:
+        """Score parts of a model.
 
         Args:
             model_map: map of the model.
             text: calibration text; `require_text(text)` refuses None.
-            parts: the heads, the channels or both, of all layers.
+            parts: each a `Part` (the heads or the channels of a layer) or a `DepthPart` (a layer or block).
             removed: by part, members that an earlier step removed and that are masked now. Scores of the other members
                 must not depend on them.
         """
 
-    def depth_scores(
-        self,
-        model_map: ModelMap,
-        text: CalibrationText | None,
-        parts: Sequence[DepthPart],
-        earlier: Removal,
-        sums: Sums | None = None,
-    ) -> Scores:
-        """Score whole layers and blocks, each by one number, (1,).
-
-        `earlier` is what earlier steps removed, and their compensation. `sums` are those of a killed run, for a method
-        of many passes, which adds its own. The other arguments are those of `scores`.
-        """
-        raise NotImplementedError
-
-    def check_model(self, model_map: ModelMap) -> None:
-        """Raise `InputError` if the method cannot score this model, which may have no weights yet."""
-        if self.reads_logits and not model_map.predicts_next_token:
-            raise InputError(f"{pruner_name(self)} needs the next-token distributions of a causal language model")
-
-    def check(self, kinds: Collection[str], has_text: bool) -> None:
-        """Raise `InputError` if the method cannot score these kinds (see `parts.py`), or needs a text."""
-        width = () if self.depth_only else (HEADS,) if self.heads_only else KINDS
-        scored = (*width, *(DEPTH_KINDS if self.depth else ()))
-        if not {*kinds} <= {*scored}:
-            raise InputError(f"{pruner_name(self)} scores {', '.join(scored)}; give --parts {scored[0]}")
+    def check(self, model_map: ModelMap, kinds: Collection[str], has_text: bool = True) -> None:
+        """Raise `InputError` if the method cannot score these kinds, or the model, which may have no weights yet."""
+        if not {*kinds} <= {*self.kinds}:
+            raise InputError(f"{pruner_name(self)} scores {', '.join(self.kinds)}; give --parts {self.kinds[0]}")
         if kinds and self.reads_text and not has_text:
             self.require_text(None)
+        if self.reads_logits and not model_map.predicts_next_token:
+            raise InputError(f"{pruner_name(self)} needs the next-token distributions of a causal language model")
 
     def require_text(self, text: CalibrationText | None) -> CalibrationText:
         """Return the calibration text, or raise `InputError` if it is None."""
@@ -116,20 +90,15 @@ class Pruner(Settings, ABC):
         return text
 
 
-class DepthPruner(Pruner):
-    """Base class of methods that score whole layers and blocks alone."""
-
-    depth: ClassVar[bool] = True
-    depth_only: ClassVar[bool] = True
-    parts: ClassVar[str] = "layers"
-
-    def scores(self, model_map: ModelMap, text: CalibrationText | None, parts: list[Part], removed: Removed) -> Scores:
-        """Score nothing: these methods score no heads and channels."""
-        return Scores({})
-
-
-def check_scores(pruner: Pruner, scores: Scores, parts: Sequence[Part | DepthPart]) -> Scores:
-    """Return what a pruner scored of these parts; `InputError` for other shapes or NaN, which would be misread."""
+def score(
+    pruner: Pruner,
+    model_map: ModelMap,
+    text: CalibrationText | None,
+    parts: Sequence[Part | DepthPart],
+    removed: Removed | None = None,
+) -> Scores:
+    """Return a pruner's scores of these parts; `InputError` for other shapes or NaN, which would be misread."""
+    scores = pruner.scores(model_map, text, list(parts), removed or {})
     values = {part.key: scores.values[part.key].detach().clone() for part in parts}  # tensors may be shared
     for part in parts:
         shape = tuple(values[part.key].shape)

@@ -10,7 +10,7 @@ import hashlib
 import logging
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -18,9 +18,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from tqdm import tqdm
 
 from lmeval_prune.architectures import input_device, position_limit
-from lmeval_prune.artefacts import read_texts
+from lmeval_prune.artefacts import Work, read_texts
 from lmeval_prune.errors import InputError
 from lmeval_prune.tasks.prompts import target_of, text_of, training_documents
 
@@ -44,8 +45,8 @@ class CalibrationText:
     batches: tuple[tuple[Tensor, Tensor], ...]  # token ids (rows, tokens); mask of real tokens, 0 for padding
     tokenisation: Mapping[str, Any] = field(default_factory=dict)  # special tokens; whether a chat template is applied
     counted: tuple[Tensor, ...] | None = None  # masks of the tokens that are measured, by batch; None: all real tokens
-    report: Callable[[float], None] = field(default=lambda _: None, compare=False)  # receives the share that is read
     unread: Sequence[Sequence[int]] = field(default=(), compare=False)  # windows that follow in the text
+    work: Work | None = field(default=None, compare=False)  # of a scoring of many passes, which goes on after a kill
 
     @classmethod
     def from_windows(
@@ -117,8 +118,7 @@ class CalibrationText:
             iteration.
         """
         with torch.no_grad(), stop_forward_at(getattr(model, "get_output_embeddings", lambda: None)()):
-            for number, (batch, inputs) in enumerate(self.inputs(model)):
-                self.report(number / len(self.batches))
+            for batch, inputs in self.inputs(model):
                 yield batch
                 with suppress(StopForward):
                     getattr(model, "base_model", model)(**inputs)
@@ -126,10 +126,11 @@ class CalibrationText:
     def inputs(self, model: Any) -> Iterator[tuple[Batch, dict[str, Any]]]:
         """Yield each batch and the model's arguments for it, on the model's device.
 
-        An encoder-decoder reads the batch in both stacks; the decoder inputs are shifted labels, as in lm-eval.
+        An encoder-decoder reads the batch in both stacks; the decoder inputs are shifted labels, as in lm-eval. A
+        progress bar is shown if this takes longer than half a minute.
         """
         device = input_device(model)
-        for batch in self:
+        for batch in tqdm(self, "calibration", len(self.batches), leave=False, delay=30, mininterval=5):
             batch = Batch(*(tensor.to(device) for tensor in batch))
             is_padded = not bool(batch.real.all())
             inputs: dict[str, Any] = {"input_ids": batch.ids}
@@ -159,11 +160,14 @@ def stop_forward_at(module: nn.Module | None, after: bool = False) -> Iterator[N
     def stop(_: nn.Module, values: Any, output: Any = None) -> None:
         raise StopForward(output if after else values)
 
-    with ExitStack() as stack:
-        if module is not None:
-            hook = module.register_forward_hook(stop) if after else module.register_forward_pre_hook(stop, prepend=True)
-            stack.callback(hook.remove)
+    hook = None
+    if module is not None:
+        hook = module.register_forward_hook(stop) if after else module.register_forward_pre_hook(stop, prepend=True)
+    try:
         yield
+    finally:
+        if hook:
+            hook.remove()
 
 
 def check_length(model: Any, tokens: int) -> None:
@@ -203,11 +207,6 @@ def _bos_token_id(tokenizer: Any) -> int | None:
     return tokenizer.eos_token_id if bos is None else bos
 
 
-def end_token(tokenizer: Any) -> int:
-    """Return the id of the end-of-text token, with which answers and documents end."""
-    return int(tokenizer.eos_token_id)
-
-
 def special_tokens(tokenizer: Any, text: str, add_bos_token: bool | None = None) -> tuple[list[int], list[int]]:
     """Return the special tokens that the tokenizer adds before and after a window from the middle of a text.
 
@@ -217,13 +216,10 @@ def special_tokens(tokenizer: Any, text: str, add_bos_token: bool | None = None)
     plain = text
     if _begins_with_bos(tokenizer, text):
         plain = text.removeprefix(tokenizer.decode(_bos_token_id(tokenizer)))
-    with_special_tokens, bare = (
-        encode(tokenizer, plain, add_bos_token),
-        tokenizer.encode(plain, add_special_tokens=False),
-    )
-    for start in range(len(with_special_tokens) - len(bare) + 1):
-        if with_special_tokens[start : start + len(bare)] == bare:
-            return with_special_tokens[:start], with_special_tokens[start + len(bare) :] if plain == text else []
+    ids, bare = encode(tokenizer, plain, add_bos_token), tokenizer.encode(plain, add_special_tokens=False)
+    for start in range(len(ids) - len(bare) + 1):
+        if ids[start : start + len(bare)] == bare:
+            return ids[:start], ids[start + len(bare) :] if plain == text else []
     raise InputError("the tokenizer splits a text in another way when it adds special tokens; give add_bos_token=false")
 
 
@@ -245,11 +241,9 @@ def read_calibration(
     as in `TextOptions`.
     """
     if text is None:
-        loaded, problems = training_documents(str(task))
-        to_text: Callable[[Any], str] = partial(_as_text, loaded)
-        if apply_chat_template:
-            to_text = partial(_as_chat, tokenizer, loaded)
-        name, pieces = f"training split of {task}", problems
+        loaded, pieces = training_documents(str(task))
+        to_text: Callable[[Any], str] = partial(_written, loaded, chat=tokenizer if apply_chat_template else None)
+        name = f"training split of {task}"
     elif apply_chat_template:
         raise InputError("a text file has no turns; leave out --apply_chat_template, or give --task NAME")
     else:
@@ -292,20 +286,15 @@ def _windows(ids: list[int], tokens: int, before: list[int], after: list[int]) -
     return [row for row in rows if len(row) == tokens]
 
 
-def _as_text(task: Any, doc: Any) -> str:
-    solution = _solution(task, doc)
-    if "question" in doc and solution:
-        return f"Question: {doc['question']}\nAnswer: {solution}\n\n"
-    return f"{text_of(task, doc)} {target_of(task, doc)}\n\n"
-
-
-def _as_chat(tokenizer: Any, task: Any, doc: Any) -> str:
-    turns = {"user": text_of(task, doc), "assistant": _solution(task, doc) or target_of(task, doc)}
-    messages = [{"role": role, "content": content} for role, content in turns.items()]
-    return str(tokenizer.apply_chat_template(messages, tokenize=False))
-
-
-def _solution(task: Any, doc: Any) -> str | None:
-    if task.get_config("doc_to_choice") is not None:
-        return None
-    return next((doc[name] for name in ("answer", "solution") if isinstance(doc.get(name), str)), None)
+def _written(task: Any, document: Any, chat: Any = None) -> str:
+    """Return a problem with its answer: a worked solution, if it has one; with the template of a `chat` tokenizer."""
+    solution = None
+    if task.get_config("doc_to_choice") is None:
+        solution = next((document[x] for x in ("answer", "solution") if isinstance(document.get(x), str)), None)
+    if chat is not None:
+        turns = {"user": text_of(task, document), "assistant": solution or target_of(task, document)}
+        messages = [{"role": role, "content": content} for role, content in turns.items()]
+        return str(chat.apply_chat_template(messages, tokenize=False))
+    if "question" in document and solution:
+        return f"Question: {document['question']}\nAnswer: {solution}\n\n"
+    return f"{text_of(task, document)} {target_of(task, document)}\n\n"

@@ -9,8 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from torch import Tensor
-
 from lmeval_prune.architectures import ModelMap
 from lmeval_prune.pruners.base import Pruner, Scores
 from lmeval_prune.pruners.calibration import CalibrationText
@@ -42,15 +40,15 @@ class Flap(Pruner):
     def scores(self, model_map: ModelMap, text: CalibrationText | None, parts: list[Part], removed: Removed) -> Scores:
         """Score channels and columns of heads, and return the input means for the biases; see `Pruner.scores`."""
         moments_class = ReferenceFluctuation if self.reference else Moments
-        moments = input_moments(model_map, self.require_text(text), parts, moments_class)
-        values = {part.key: self._column_scores(part.weight, moments[part.key]) for part in parts}
+        moments, values = input_moments(model_map, self.require_text(text), parts, moments_class), {}
         for part in parts:
+            x, weight = moments[part.key], part.weight
+            if self.metric == "wifn":
+                scores = weight.abs().mean(0) * x.mean_square.sqrt()
+            else:
+                scores = x.fluctuation * (weight.square().sum(0) if self.metric == "wifv" else 1.0)
             if part.kind == HEADS:
-                score = values[part.key].unflatten(0, (part.size, -1))
-                values[part.key] = score.square() if self.reference else score
+                scores = scores.unflatten(0, (part.size, -1))
+                scores = scores.square() if self.reference else scores
+            values[part.key] = scores
         return Scores(values, {key: statistics.mean for key, statistics in moments.items()})
-
-    def _column_scores(self, weight: Tensor, moments: Moments) -> Tensor:
-        if self.metric == "wifn":
-            return weight.abs().mean(0) * moments.mean_square.sqrt()
-        return moments.fluctuation * (weight.square().sum(0) if self.metric == "wifv" else 1.0)

@@ -1,11 +1,11 @@
-"""Collect mean, variance and second moments of projection inputs over calibration text, batch by batch.
+"""Moments of projection inputs over calibration text, and what compensates for removed columns by them.
 
 Sums are in float64. Products x·xᵀ of one batch are computed in the inputs' dtype, float32 or better.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from functools import partial
 
@@ -15,9 +15,12 @@ from torch import Tensor
 from lmeval_prune.architectures import ModelMap
 from lmeval_prune.architectures.blocks import in_features
 from lmeval_prune.artefacts import NONFINITE_REMEDY, check_finite
+from lmeval_prune.errors import InputError
 from lmeval_prune.interventions.base import change_input
 from lmeval_prune.pruners.calibration import CalibrationText
 from lmeval_prune.pruners.parts import Part
+
+_DAMPING_STEPS = 6  # attempts, each with ten times the damping
 
 
 class Moments:
@@ -139,3 +142,43 @@ def input_moments(
     for part in parts:
         moments[part.key].check(part.projection_name)
     return moments
+
+
+def bias_for(weight: Tensor, mean: Tensor, removed: Collection[int]) -> Tensor:
+    """Return the mean output of the removed columns: W·(m ⊙ removed), shape (outputs,), in float64.
+
+    `weight` is W, (outputs, columns), and `mean` is m, the mean of each column over tokens, (columns,), in float64.
+    """
+    columns = sorted(removed)
+    return weight[:, columns] @ mean[columns]
+
+
+def least_squares_for(weight: Tensor, second: Tensor, removed: Collection[int]) -> Tensor:
+    """Return the weight without the removed columns whose output is nearest to the original one, in float64.
+
+    Minimises the mean of ‖W·x − W'·x‖² over W' with zeros in the removed columns S: W'_K = W_K + W_S·H_SK·H_KK⁻¹.
+    `weight` is W, (outputs, columns); `second` is H, the damped mean of x·xᵀ over tokens, (columns, columns).
+    """
+    is_kept = torch.ones(len(second), dtype=torch.bool)
+    is_kept[sorted(removed)] = False
+    factor = torch.linalg.cholesky(second[is_kept][:, is_kept])
+    change = torch.cholesky_solve(second[is_kept][:, ~is_kept] @ weight[:, ~is_kept].T, factor).T
+    solved = torch.zeros_like(weight)
+    solved[:, is_kept] = weight[:, is_kept] + change
+    return solved
+
+
+def damped(second: Tensor, damping: float) -> tuple[Tensor, float]:
+    """Add damping, as a share of the mean diagonal, to a mean of x·xᵀ (columns, columns) until it is invertible.
+
+    Returns the damped matrix and the damping that it needed; raises `InputError` if no damping is enough.
+    """
+    diagonal = float(second.diagonal().mean())
+    for _ in range(_DAMPING_STEPS):
+        raised = second + torch.eye(len(second), dtype=second.dtype) * (damping * diagonal)
+        factor, failed = torch.linalg.cholesky_ex(raised)
+        pivots = factor.diagonal()
+        if diagonal > 0 and not failed and pivots.min() > 1e-7 * pivots.max():
+            return raised, damping
+        damping = max(10 * damping, 1e-6)
+    raise InputError("the inputs of a layer are zero or not finite on the calibration text; give another text or dtype")

@@ -1,4 +1,4 @@
-"""Weight norm and attention entropy: the head score of the dynamic pruning paper (eqs. 1, 3 and 4).
+"""Weight norm and attention entropy: the head score of the dynamic pruning paper (eqs. 1, 3 and 4); and confidence.
 
 docs/pruning.md lists the details that the paper leaves open, and what is done here.
 """
@@ -13,7 +13,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from lmeval_prune.architectures import AttentionLayer, FeedForward, ModelMap, Rows
+from lmeval_prune.architectures import AttentionLayer, ModelMap, Rows
 from lmeval_prune.architectures.blocks import weight_of
 from lmeval_prune.artefacts import NONFINITE_REMEDY, check_finite
 from lmeval_prune.config import Share
@@ -79,30 +79,52 @@ class GlobalThreshold(Pruner):
         return Scores(weight_norms(parts))
 
 
+@dataclass(frozen=True)
+class Confidence(Pruner):
+    """Scores a head by the mean over queries of its largest attention weight, without first key and first query.
+
+    An interpretation of "attention visualisation". It and the entropy rank heads in opposite order: entropy removes
+    heads with concentrated attention first, confidence removes them last.
+    """
+
+    reads_text: ClassVar[bool] = True
+    kinds: ClassVar[tuple[str, ...]] = (HEADS,)
+    parts: ClassVar[str] = "heads"
+
+    def scores(self, model_map: ModelMap, text: CalibrationText | None, parts: list[Part], removed: Removed) -> Scores:
+        """Average the largest attention weights; see `Pruner.scores`."""
+        return Scores(attention_statistic(model_map, self.require_text(text), confidences))
+
+
+def confidences(rows: AttentionRows) -> tuple[Tensor, Tensor]:
+    """Return the largest weight of each query without its text's first key, and a mask that leaves out first queries.
+
+    Shapes: (batch, heads, queries) and (batch, queries).
+    """
+    largest = rows.weights.masked_fill(rows.first_keys[:, None, None], 0).amax(-1)
+    several_keys = (rows.visible.sum(-1) > 1).any(1).expand(len(largest), largest.shape[2])
+    return largest, several_keys & ~rows.first
+
+
 def weight_norms(parts: Sequence[Part]) -> dict[str, Tensor]:
-    """Compute eq. 1: the L1 norms of a head's weight rows (mean per projection), or of a channel's rows (sum)."""
-    return {
-        part.key: _head_norms(part.block) if isinstance(part.block, AttentionLayer) else _channel_norms(part.block)
-        for part in parts
-    }
+    """Compute eq. 1: the sum over q, k and v of a head's mean row norm (L1), or the sum of a channel's row norms."""
 
+    def row_norms(rows: Rows) -> Tensor:
+        return weight_of(rows.module)[rows.start : rows.stop].abs().double().sum(1).cpu()
 
-def _head_norms(layer: AttentionLayer) -> Tensor:
-    """Return the sum over the projections q, k and v of each head's mean row norm, shape (heads,)."""
-    norms = torch.zeros(layer.heads, dtype=torch.float64)
-    for head in range(layer.heads):
-        kv_head = layer.kv_head_of(head)
-        for projection, index in (("q", head), ("k", kv_head), ("v", kv_head)):
-            norms[head] += _row_norms(layer.rows(projection, index)).mean()
+    norms: dict[str, Tensor] = {}
+    for part in parts:
+        block, total = part.block, torch.zeros(part.size, dtype=torch.float64)
+        if isinstance(block, AttentionLayer):
+            for head in range(block.heads):
+                kv_head = block.kv_head_of(head)
+                for projection, index in (("q", head), ("k", kv_head), ("v", kv_head)):
+                    total[head] += row_norms(block.rows(projection, index)).mean()
+        else:
+            for name in block.parts:
+                total += row_norms(block.rows(name))
+        norms[part.key] = total
     return norms
-
-
-def _channel_norms(block: FeedForward) -> Tensor:
-    return sum((_row_norms(block.rows(part)) for part in block.parts), torch.zeros((), dtype=torch.float64))
-
-
-def _row_norms(rows: Rows) -> Tensor:
-    return weight_of(rows.module)[rows.start : rows.stop].abs().double().sum(1).cpu()
 
 
 def _standardize(scores: dict[str, Tensor], removed: Removed) -> dict[str, Tensor]:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from typing import Annotated, Any, Literal, TypeVar, cast
+from dataclasses import dataclass
+from typing import Annotated, Literal
 
 from annotated_types import Ge
 
 from lmeval_prune.config import Count, Natural, NonNegative, Positive, Seed, Settings, Share, ShareBelowOne
 from lmeval_prune.errors import InputError
 
-T = TypeVar("T")
 Allocation = Literal["global", "uniform", "joint", "standardised", "log", "flap_reference"]
 Parts = Literal["both", "heads", "channels", "layers", "blocks", "attention", "feed_forward"]
 Unit = Literal["head", "group", "balanced"]
@@ -189,8 +188,3 @@ class PruneSettings(TextOptions, PruneOptions):
         super().__post_init__()
         if not self.ratio and not self.ffn_ratio:  # before the model is scored
             raise InputError("nothing would be removed; give --ratio")
-
-
-def pick(base: type[T], settings: Any) -> T:
-    """Copy the fields of a base class from an instance of a subclass."""
-    return base(**{field.name: getattr(settings, field.name) for field in fields(cast("Any", base))})

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import ClassVar
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
@@ -19,6 +19,7 @@ from lmeval_prune.architectures.blocks import (
     out_features,
     weight_of,
 )
+from lmeval_prune.interventions.plan import Plan
 
 HEADS, CHANNELS = "heads", "channels"
 KINDS = (HEADS, CHANNELS)
@@ -29,66 +30,35 @@ Removed = dict[str, set[int]]  # removed heads or channels by part key; {0} for 
 Units = Sequence[tuple[int, ...]]  # heads, channels or columns that are removed together
 
 
-@dataclass
-class Removal:
-    """Removed parts of some layers, and the compensation for them."""
-
-    removed: Removed = field(default_factory=dict)
-    compensation: dict[str, Tensor] = field(default_factory=dict)  # named as in a plan
-    damping: dict[str, float] = field(default_factory=dict)  # by projection, where it was raised
-
-    def add(self, other: Removal) -> None:
-        """Add the removed units of other layers."""
-        self.removed |= other.removed
-        self.compensation |= other.compensation
-        self.damping |= other.damping
-
-
-@dataclass(frozen=True)
 class Part:
-    """The heads of one layer, or its channels: groups of input columns of one projection."""
+    """The heads of one layer, or its channels: groups of input columns of one projection.
 
-    block: AttentionLayer | FeedForward
+    Attributes:
+        block: the attention layer or feed-forward block.
+        label: of the layer, `L0`.
+        kind: `heads` or `channels`.
+        key: of its scores, `heads.L0` or `channels.L0`.
+        projection: reads the heads or channels.
+        projection_name: in a plan, `L0.o_proj` or `L0.down`.
+        size: number of heads or channels.
+        group_size: query heads per key-value head; 1 for channels.
+    """
 
-    @property
-    def label(self) -> str:
-        """Label of the layer, `L0`."""
-        return self.block.label
-
-    @property
-    def kind(self) -> str:
-        """`heads` or `channels`."""
-        return HEADS if isinstance(self.block, AttentionLayer) else CHANNELS
-
-    @property
-    def key(self) -> str:
-        """Key of its scores, `heads.L0` or `channels.L0`."""
-        return f"{self.kind}.{self.label}"
-
-    @property
-    def projection(self) -> nn.Module:
-        """Projection that reads the heads or channels."""
-        return self.block.o_proj if isinstance(self.block, AttentionLayer) else self.block.down
-
-    @property
-    def projection_name(self) -> str:
-        """Name of the projection in a plan, `L0.o_proj` or `L0.down`."""
-        return f"{self.label}.{'o_proj' if self.kind == HEADS else 'down'}"
-
-    @property
-    def size(self) -> int:
-        """Number of heads or channels."""
-        return self.block.heads if isinstance(self.block, AttentionLayer) else self.block.channels
+    def __init__(self, block: AttentionLayer | FeedForward) -> None:
+        self.block, self.label = block, block.label
+        self.projection: nn.Module
+        if isinstance(block, AttentionLayer):
+            self.kind, self.projection, self.projection_name = HEADS, block.o_proj, f"{block.label}.o_proj"
+            self.size, self.group_size = block.heads, block.group_size
+        else:
+            self.kind, self.projection, self.projection_name = CHANNELS, block.down, f"{block.label}.down"
+            self.size, self.group_size = block.channels, 1
+        self.key = f"{self.kind}.{self.label}"
 
     @property
     def weight(self) -> Tensor:
         """Weight of the projection, (outputs, columns), in float64 on the CPU."""
         return weight_of(self.projection).double().cpu()
-
-    @property
-    def group_size(self) -> int:
-        """Query heads per key-value head; 1 for channels."""
-        return self.block.group_size if isinstance(self.block, AttentionLayer) else 1
 
     def units(self, unit: str = "head") -> Units:
         """Return the members of each unit: single channels, single heads, or groups of heads."""
@@ -101,22 +71,24 @@ class Part:
 
     def cost(self, unit: str) -> int:
         """Return the number of parameters that one unit has."""
-        if isinstance(self.block, FeedForward):
-            rows = sum(in_features(module) + _bias(module) for module in self.block.parts.values())
-            return rows + out_features(self.block.down)
         layer = self.block
-        query = (
-            _row_parameters(layer, "q")
-            + layer.head_dim * out_features(layer.o_proj)
-            + _other_parameters(layer, "q", layer.heads)
-        )
-        shared = (
-            _row_parameters(layer, "k") + _row_parameters(layer, "v") + _other_parameters(layer, "k", layer.kv_heads)
-        )
-        if unit == "group":
-            return self.group_size * query + shared
+        if isinstance(layer, FeedForward):
+            rows = sum(in_features(module) + _bias(module) for module in layer.parts.values())
+            return rows + out_features(layer.down)
+
+        def head_parameters(projection: str, count: int) -> int:
+            rows = layer.rows(projection, 0)
+            own = (rows.stop - rows.start) * (in_features(rows.module) + _bias(rows.module))
+            names = (path for path, name in layer.family.head_parameters if name == projection)
+            values = (attribute_of(layer.module, path) for path in names)
+            return own + sum(value.numel() // count for value in values if isinstance(value, Tensor))
+
+        query = head_parameters("q", layer.heads) + layer.head_dim * out_features(layer.o_proj)
         if unit == "balanced":
             return layer.kv_heads * query
+        shared = head_parameters("k", layer.kv_heads) + head_parameters("v", layer.kv_heads)
+        if unit == "group":
+            return self.group_size * query + shared
         return query + (shared if self.group_size == 1 else 0)  # multi-query heads share key and value
 
 
@@ -142,15 +114,14 @@ class DepthPart:
 
     def cost(self, unit: str) -> int:
         """Return the number of parameters of its blocks, without norms outside of them."""
-        modules = [module for sublayer in self.sublayers for module in _modules_of(sublayer)]
+        modules: list[nn.Module] = []
+        for sublayer in self.sublayers:
+            block = sublayer.block
+            if isinstance(block, FeedForward):
+                modules += [*dict.fromkeys(block.parts.values()), block.down]
+            else:
+                modules.append(sublayer.module)
         return sum(parameter.numel() for module in modules for parameter in module.parameters())
-
-
-def _modules_of(sublayer: Sublayer) -> list[nn.Module]:
-    block = sublayer.block
-    if isinstance(block, FeedForward):
-        return [*dict.fromkeys(block.parts.values()), block.down]
-    return [sublayer.module]
 
 
 def parts_of(model_map: ModelMap, kinds: Collection[str] = KINDS) -> list[Part]:
@@ -173,14 +144,22 @@ def depth_parts_of(model_map: ModelMap, kinds: Collection[str] = DEPTH_KINDS) ->
     return [part for part in parts if part.kind in kinds]
 
 
-def _row_parameters(layer: AttentionLayer, projection: str) -> int:
-    rows = layer.rows(projection, 0)
-    return (rows.stop - rows.start) * (in_features(rows.module) + _bias(rows.module))
+def make_plan(removed: Mapping[str, Iterable[int]], allow_empty_layer: bool, **fields: Any) -> Plan:
+    """Return a plan that removes these members of parts; `fields` are other fields of the plan."""
+    members = {tuple(key.split(".", 1)): sorted(numbers) for key, numbers in removed.items() if numbers}
+    blocks = tuple(label if kind == LAYERS else f"{label}.{kind}" for kind, label in members if kind in DEPTH_KINDS)
+    heads = tuple(f"{label}H{n}" for (kind, label), numbers in members.items() if kind == HEADS for n in numbers)
+    channels = {label: numbers for (kind, label), numbers in members.items() if kind == CHANNELS}
+    return Plan(heads, channels, blocks, allow_empty_layer=allow_empty_layer, **fields)
 
 
-def _other_parameters(layer: AttentionLayer, projection: str, count: int) -> int:
-    values = (attribute_of(layer.module, path) for path, name in layer.family.head_parameters if name == projection)
-    return sum(value.numel() // count for value in values if isinstance(value, Tensor))
+def count_removed(removed: Removed) -> dict[str, int]:
+    """Return the numbers of removed members by kind: `{"heads": 2, "channels": 24}`; layers and blocks if there are."""
+    counts = dict.fromkeys(KINDS, 0)
+    for kind in (*KINDS, *DEPTH_KINDS):
+        if count := sum(len(members) for key, members in removed.items() if key.startswith(f"{kind}.")):
+            counts[kind] = count
+    return counts
 
 
 def _bias(module: nn.Module) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -12,25 +13,27 @@ from torch import Tensor
 from lmeval_prune.architectures import ModelMap, config_fingerprint, uncuttable, units_of
 from lmeval_prune.architectures.blocks import weight_of
 from lmeval_prune.architectures.precision import fast_products
-from lmeval_prune.artefacts import Work
+from lmeval_prune.artefacts import Work, digest
 from lmeval_prune.errors import InputError
 from lmeval_prune.interventions.plan import Plan
-from lmeval_prune.pruners.allocation import Budget, allocate, parameter_counts, removed_by, standardised, unit_pools
-from lmeval_prune.pruners.base import Pruner, Scores, per_member, pruner_name
+from lmeval_prune.pruners.allocation import Budget, allocate, parameter_counts, removed_by, unit_pools
+from lmeval_prune.pruners.base import Pruner, Scores, per_member, pruner_name, score
 from lmeval_prune.pruners.calibration import CalibrationText
-from lmeval_prune.pruners.compensation import bias_for
-from lmeval_prune.pruners.estimate import Estimate
-from lmeval_prune.pruners.moments import input_moments
+from lmeval_prune.pruners.moments import bias_for, input_moments
 from lmeval_prune.pruners.options import PruneOptions, Unit
-from lmeval_prune.pruners.parts import CHANNELS, HEADS, KINDS, Removed, parts_of
-from lmeval_prune.pruners.scoring import has_scores_of, score
-from lmeval_prune.pruners.sequential import (
-    LayerwisePruning,
-    SequentialPruner,
-    check_layerwise,
+from lmeval_prune.pruners.parts import (
+    CHANNELS,
+    HEADS,
+    KINDS,
+    DepthPart,
+    Part,
+    Removed,
     count_removed,
+    depth_parts_of,
     make_plan,
+    parts_of,
 )
+from lmeval_prune.pruners.sequential import LayerwisePruning, SequentialPruner, check_layerwise
 
 Progress = Callable[[str], None]
 Renew = Callable[[int], CalibrationText | None]
@@ -76,16 +79,19 @@ def stages(
             text of the following steps, or None if the text stays.
     """
     channel_pruner = channel_pruner or pruner
-    options = resolve_options(options, pruner, model_map, channel_pruner)
-    pruners = {HEADS: pruner, CHANNELS: channel_pruner}
-    check_methods(pruner, channel_pruner, model_map, options, text is not None, scores)
-    record = _record(pruner, channel_pruner, options, text)
-    if isinstance(pruner, SequentialPruner):
+    options = resolve_options(options, pruner, model_map, channel_pruner, text is not None, scores)
+    record = {**pruner.identity, "removes": str(options), "options": asdict(options)}
+    if options.ffn_ratio or channel_pruner is not pruner:
+        record |= {"ffn_method": pruner_name(channel_pruner), "ffn_options": asdict(channel_pruner)}
+    if text is not None:
+        record["calibration"] = text.record()
+    store = work_of(work, record, model_map) if work and text else None
+    if isinstance(pruner, SequentialPruner) and text:
         with fast_products():
-            plan = _layerwise_plan(pruner, model_map, options, pruner.require_text(text), record, progress, work)
+            plan = _layerwise_plan(pruner, model_map, options, text, record, progress, store)
         yield plan
         return
-    store = work_of(work, record, model_map) if work and text else None
+    pruners = {kind: channel_pruner if kind == CHANNELS else pruner for kind in options.kinds}
     solves = options.compensation == "least_squares"
     removed, scored, compensation, history = Removed(), Scores({}), dict[str, Tensor](), list[dict[str, Any]]()
     for step in range(1, options.steps + 1):
@@ -95,14 +101,13 @@ def stages(
             with earlier.applied_to(model_map.model, model_map):
                 renewed = renew(len(history) + 1)
             text = text if renewed is None else renewed
-        task = f"step {step} of {options.steps}: scoring"
-        for kind in options.kinds:
-            if not has_scores_of(stored, kind):
-                progress(f"{task} {kind.replace('_', '-')}")
-        read = replace(text, report=Estimate(task, progress, options.steps - step)) if text else None
+        missing = {kind: method for kind, method in pruners.items() if not has_scores_of(stored, kind)}
+        for kind in missing:
+            progress(f"step {step} of {options.steps}: scoring {kind.replace('_', '-')}")
         with fast_products():
-            found = score(pruners, model_map, options.kinds, read, removed, stored, earlier, store)
-        after, notes = _remove_lowest(model_map, _budgets(options, pruners, step), found, removed)
+            found = _score(missing, model_map, text, removed, earlier, store)
+        found = replace(found, values={**stored, **found.values})
+        after, notes = _remove_lowest(model_map, _budgets(options, pruners, step), found.values, removed)
         is_last = step == options.steps
         if after != removed:
             removed, scored = after, found
@@ -112,28 +117,81 @@ def stages(
             record |= notes
         elif not (history and is_last and solves):
             continue
-        means = scored.means if len(history) == 1 else None
         # later steps score the original weights, so least squares replaces them after the last one
-        added, notes = dict[str, Tensor](), dict[str, Any]()
-        if not solves or is_last:
+        notes = {}
+        if options.compensation != "none" and text and (not solves or is_last):
             with fast_products():
+                means = scored.means if len(history) == 1 else None
                 added, notes = _compensation(model_map, removed, text, options, means, progress)
-        compensation = {**compensation, **added}
+            compensation = {**compensation, **added}
         values = {key: per_member(columns) for key, columns in scored.values.items()}
         provenance = {**record, **notes, "stages": list(history)}
-        fields = {"compensation": compensation, "scores": values, "provenance": provenance}
-        yield make_plan(removed, options.allow_empty_layer, **fields)
+        yield make_plan(
+            removed, options.allow_empty_layer, compensation=compensation, scores=values, provenance=provenance
+        )
     if not history:
         raise EmptyPlanError()
 
 
+def has_scores_of(scores: Mapping[str, Tensor], kind: str) -> bool:
+    """Return whether there are scores of a kind, as in `parts.py`."""
+    return any(key.startswith(f"{kind}.") for key in scores)
+
+
+def work_of(folder: Path, record: Mapping[str, Any], model_map: ModelMap) -> Work:
+    """Return the folder of what is finished of a plan; that of another plan or model is deleted."""
+    model = [model_map.weights, config_fingerprint(model_map.model.config), model_map.signature()]
+    work = Work(folder, {"record": record, "model": model}, restart=True)
+    work.begin()
+    return work
+
+
+def _score(
+    pruners: Mapping[str, Pruner],
+    model_map: ModelMap,
+    text: CalibrationText | None,
+    removed: Removed,
+    earlier: Plan,
+    store: Work | None,
+) -> Scores:
+    """Score kinds by their pruners under the `earlier` steps, those of equal pruners in one call.
+
+    `store` has the scores of a killed run, and gets those that are computed.
+    """
+    groups: list[tuple[Pruner, list[str]]] = []
+    for kind, pruner in pruners.items():
+        if groups and groups[-1][0] == pruner:
+            groups[-1][1].append(kind)
+        else:
+            groups.append((pruner, [kind]))
+    values, means = dict[str, Tensor](), dict[str, Tensor]()
+    for pruner, kinds in groups:
+        name, tensors = "", None
+        if store and text:
+            read = [text.record(), *(list(ids.shape) for ids, _ in text.batches)]
+            members = {key: sorted(numbers) for key, numbers in removed.items() if numbers}
+            name = f"{'-'.join(kinds)}-{digest([pruner.identity, read, members])}"
+            tensors, text = store.tensors(name), replace(text, work=Work(store.folder / name, {}, restart=True))
+        if tensors is None:
+            parts: list[Part | DepthPart] = [*parts_of(model_map, kinds), *depth_parts_of(model_map, kinds)]
+            with nullcontext() if pruner.compares_with_unpruned else earlier.applied_to(model_map.model, model_map):
+                found = score(pruner, model_map, text, parts, removed)
+            tensors = {f"values.{key}": x for key, x in found.values.items()}
+            tensors |= {f"means.{key}": x for key, x in (found.means or {}).items()}
+            if store:
+                store.write_tensors(name, tensors)
+        for key, tensor in tensors.items():
+            (values if key.startswith("values.") else means)[key.partition(".")[2]] = tensor
+    return Scores(values, means or None)
+
+
 def _remove_lowest(
-    model_map: ModelMap, budgets: Sequence[Budget], scores: Scores, removed: Removed
+    model_map: ModelMap, budgets: Sequence[Budget], scores: Mapping[str, Tensor], removed: Removed
 ) -> tuple[Removed, dict[str, Any]]:
     """Remove the units with the lowest scores; return everything removed so far, and notes for the plan."""
     notes: dict[str, Any] = {}
     for budget in budgets:
-        pools = unit_pools(model_map, budget, standardised(scores.values, removed, budget.allocation), removed)
+        pools = unit_pools(model_map, budget, scores, removed)
         counts = allocate(pools, budget)
         removed = removed_by(pools, counts, removed)
         if budget.options.budget == "parameters":
@@ -143,42 +201,23 @@ def _remove_lowest(
     return removed, notes
 
 
-def _record(
-    pruner: Pruner, channel_pruner: Pruner, options: PruneOptions, text: CalibrationText | None
-) -> dict[str, Any]:
-    record = {**pruner.identity, "removes": str(options), "options": asdict(options)}
-    if options.ffn_ratio or channel_pruner is not pruner:
-        record |= {"ffn_method": pruner_name(channel_pruner), "ffn_options": asdict(channel_pruner)}
-    return record | ({"calibration": text.record()} if text is not None else {})
-
-
-def work_of(folder: Path, record: Mapping[str, Any], model_map: ModelMap) -> Work:
-    """Return the folder of what is finished of a plan; that of another plan or model is deleted."""
-    model = [model_map.weights, config_fingerprint(model_map.model.config), model_map.signature()]
-    return Work(folder, {"record": record, "model": model}, restart=True)
-
-
 def _budgets(options: PruneOptions, pruners: Mapping[str, Pruner], step: int) -> list[Budget]:
-    shares = dict(zip((HEADS, CHANNELS), options.shares(step), strict=True))
+    ratio, ffn_ratio = options.shares(step)
     if options.budget != "heads":
-        return [Budget(options.kinds, shares[HEADS], options.allocation or pruners[HEADS].allocation, options)]
-    return [
-        Budget((kind,), shares[kind], options.allocation or pruners[kind].allocation, options) for kind in options.kinds
-    ]
+        return [Budget(options.kinds, ratio, str(options.allocation), options)]
+    shares = {HEADS: ratio, CHANNELS: ffn_ratio}
+    return [Budget((x,), shares[x], options.allocation or pruners[x].allocation, options) for x in options.kinds]
 
 
 def _compensation(
     model_map: ModelMap,
     removed: Removed,
-    text: CalibrationText | None,
+    text: CalibrationText,
     options: PruneOptions,
     means: Mapping[str, Tensor] | None,
     progress: Progress,
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return the compensation for removed units, and notes on it for the plan; `means`: mean inputs, if known."""
-    if options.compensation == "none":
-        return {}, {}
-    assert text is not None
     parts = [part for part in parts_of(model_map) if removed.get(part.key)]
     if options.compensation == "least_squares":
         progress("computing the least-squares compensation, layer by layer")
@@ -189,8 +228,7 @@ def _compensation(
         return removal.compensation, notes
     if means is None or not {part.key for part in parts} <= means.keys():
         progress("measuring the mean inputs of projections")
-        kinds = {part.kind for part in parts}
-        moments = input_moments(model_map, text, parts_of(model_map, kinds))
+        moments = input_moments(model_map, text, parts_of(model_map, {part.kind for part in parts}))
         means = {key: statistics.mean for key, statistics in moments.items()}
     biases = {}
     for part in parts:
@@ -206,15 +244,14 @@ def _layerwise_plan(
     text: CalibrationText,
     record: dict[str, Any],
     progress: Progress,
-    work: Path | None,
+    store: Work | None,
 ) -> Plan:
-    (budget,) = _budgets(options, {HEADS: pruner, CHANNELS: pruner}, options.steps)
+    (budget,) = _budgets(options, {}, options.steps)
     pools = unit_pools(model_map, budget)
     counts = allocate(pools, budget)
     if not any(counts):
         raise EmptyPlanError()
     by_part = {pool.key: count for pool, count in zip(pools, counts, strict=True)}
-    store = work_of(work, record, model_map) if work else None
     select = pruner.selection(options.unit or "head", by_part)
     pruning = LayerwisePruning(
         model_map, text, select, pruner.needs_second, pruner.remeasure_down, options, store, progress
@@ -230,27 +267,53 @@ def _layerwise_plan(
 
 
 def resolve_options(
-    options: PruneOptions, pruner: Pruner, model_map: ModelMap, channel_pruner: Pruner | None = None
+    options: PruneOptions,
+    pruner: Pruner,
+    model_map: ModelMap,
+    channel_pruner: Pruner | None = None,
+    has_text: bool = True,
+    scores: Mapping[str, Tensor] = NO_SCORES,
 ) -> PruneOptions:
-    """Fill in options that depend on the methods and the model, which may have no weights."""
-    counts_parameters = options.budget != "heads"
+    """Fill in options that depend on the methods and the model, which may have no weights.
+
+    Raises:
+        InputError: the options ask the methods or the model for what they lack.
+    """
+    channel_pruner, counts_parameters = channel_pruner or pruner, options.budget != "heads"
+    has_groups = any(1 < x.kv_heads < x.heads for x in model_map.attention) and not uncuttable(model_map)
     if counts_parameters:
-        both = channel_pruner is not None and channel_pruner is not pruner
-        parts: Any = options.parts or ("both" if both else HEADS if pruner.heads_only else pruner.parts)
+        parts: Any = options.parts or (pruner.parts if channel_pruner is pruner else "both")
         parts = HEADS if parts == "both" and not model_map.channels() else parts
         options = replace(options, parts=parts)
-    has_width = {*options.kinds} <= {*KINDS}
-    unit = options.unit
+    has_width, unit = {*options.kinds} <= {*KINDS}, options.unit
     if unit is None and HEADS in options.kinds:
         unit = cuttable_unit(model_map, pruner) if counts_parameters else "head"
     allocation: Any = (pruner.allocation if has_width else "global") if counts_parameters else None
-    compensation: Any = pruner.compensates if has_width else "none"
-    return replace(
-        options,
-        unit=unit,
-        allocation=options.allocation or allocation,
-        compensation=options.compensation or compensation,
-    )
+    compensation: Any = options.compensation or (pruner.compensates if has_width else "none")
+    options = replace(options, unit=unit, allocation=options.allocation or allocation, compensation=compensation)
+
+    if any(isinstance(method, SequentialPruner) for method in (pruner, channel_pruner)) and (
+        pruner is not channel_pruner
+        or scores
+        or options.steps > 1
+        or not counts_parameters
+        or unit == "balanced"
+        or options.allocation not in ("uniform", "log")
+    ):
+        raise InputError(
+            "a method that prunes layer by layer takes no --steps, --scores, --ffn_method, --budget heads, balanced "
+            "units or global allocation"
+        )
+    if counts_parameters and unit == "head" and HEADS in options.kinds and has_groups:
+        raise InputError("a single head of a group has no share of the parameters; give --unit group or --budget heads")
+    for kind in options.kinds:
+        if options.steps > 1 or not has_scores_of(scores, kind):
+            (channel_pruner if kind == CHANNELS else pruner).check(model_map, [kind], has_text)
+    if compensation == "least_squares":
+        check_layerwise(model_map, "compensation=least_squares")
+    if compensation != "none" and not has_text:
+        raise InputError(f"compensation={compensation} needs a text; give --task NAME or --text FILE")
+    return options
 
 
 def cuttable_unit(model_map: ModelMap, pruner: Pruner) -> Unit:
@@ -260,44 +323,5 @@ def cuttable_unit(model_map: ModelMap, pruner: Pruner) -> Unit:
     have_groups = ["group" in units_of(layer) for layer in model_map.attention]
     if all(have_groups) or (any(have_groups) and isinstance(pruner, SequentialPruner)):  # which has no balanced heads
         return "group"
-    return "balanced" if _has_groups(model_map) else "head"  # some layers of a cut model may have a single group
-
-
-def _has_groups(model_map: ModelMap) -> bool:
-    return any(1 < layer.kv_heads < layer.heads for layer in model_map.attention) and not uncuttable(model_map)
-
-
-def check_methods(
-    pruner: Pruner,
-    channel_pruner: Pruner,
-    model_map: ModelMap,
-    options: PruneOptions,
-    has_text: bool,
-    scores: Mapping[str, Tensor] = NO_SCORES,
-) -> None:
-    """Raise `InputError` if resolved options ask methods or a model, perhaps without weights, for what they lack."""
-    both = (pruner, channel_pruner)
-    if any(isinstance(method, SequentialPruner) for method in both) and (
-        pruner is not channel_pruner
-        or scores
-        or options.steps > 1
-        or options.budget == "heads"
-        or options.unit == "balanced"
-        or options.allocation not in ("uniform", "log")
-    ):
-        raise InputError(
-            "a method that prunes layer by layer takes no --steps, --scores, --ffn_method, --budget heads, balanced "
-            "units or global allocation"
-        )
-    if options.budget != "heads" and options.unit == "head" and HEADS in options.kinds and _has_groups(model_map):
-        raise InputError("a single head of a group has no share of the parameters; give --unit group or --budget heads")
-    for kind in options.kinds:
-        if options.steps > 1 or not has_scores_of(scores, kind):
-            scorer = channel_pruner if kind == CHANNELS else pruner
-            scorer.check([kind], has_text)
-            scorer.check_model(model_map)
-    if options.compensation != "none":
-        if options.compensation == "least_squares":
-            check_layerwise(model_map, "compensation=least_squares")
-        if not has_text:
-            raise InputError(f"compensation={options.compensation} needs a text; give --task NAME or --text FILE")
+    # some layers of a cut model may have a single group
+    return "balanced" if any(1 < x.kv_heads < x.heads for x in model_map.attention) else "head"

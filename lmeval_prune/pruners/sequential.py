@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,15 +23,11 @@ from lmeval_prune.architectures.blocks import in_features, weight_of
 from lmeval_prune.artefacts import Work
 from lmeval_prune.errors import InputError
 from lmeval_prune.interventions.base import change_input
-from lmeval_prune.interventions.plan import Plan
 from lmeval_prune.pruners.base import Pruner, Scores, pruner_name
 from lmeval_prune.pruners.calibration import CalibrationText, StopForward, stop_forward_at
-from lmeval_prune.pruners.compensation import bias_for, damped, least_squares_for
-from lmeval_prune.pruners.estimate import Estimate
-from lmeval_prune.pruners.moments import Moments
+from lmeval_prune.pruners.moments import Moments, bias_for, damped, least_squares_for
 from lmeval_prune.pruners.options import PruneOptions
-from lmeval_prune.pruners.parts import CHANNELS, DEPTH_KINDS, HEADS, KINDS, LAYERS, Part, Removal, Removed, Units
-from lmeval_prune.pruners.stores import load_layer, save_layer
+from lmeval_prune.pruners.parts import CHANNELS, HEADS, Part, Removed, Units, count_removed, make_plan
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +70,8 @@ class SequentialPruner(Pruner):
         values: dict[str, Tensor] = {}
 
         def score(part: Part, moments: Moments, second: Tensor | None) -> set[int]:
-            values[part.key] = self.unit_scores(part.weight, moments, second, _unit_columns(part, part.units()))
+            units = [tuple(part.columns(unit)) for unit in part.units()]
+            values[part.key] = self.unit_scores(part.weight, moments, second, units)
             return set()
 
         LayerwisePruning(model_map, self.require_text(text), score, self.needs_second).run(parts)
@@ -85,18 +82,55 @@ class SequentialPruner(Pruner):
 
         def select(part: Part, moments: Moments, second: Tensor | None) -> set[int]:
             units = part.units(unit)
-            selected = self.select(part.weight, moments, second, _unit_columns(part, units), counts[part.key])
+            columns = [tuple(part.columns(members)) for members in units]
+            selected = self.select(part.weight, moments, second, columns, counts[part.key])
             return {member for number in selected for member in units[number]}
 
         return select
 
-    def check_model(self, model_map: ModelMap) -> None:
-        """Refuse encoder-decoders; see `Pruner.check_model`."""
+    def check(self, model_map: ModelMap, kinds: Collection[str], has_text: bool = True) -> None:
+        """Refuse encoder-decoders, too; see `Pruner.check`."""
+        super().check(model_map, kinds, has_text)
         check_layerwise(model_map, pruner_name(self))
 
 
-def _unit_columns(part: Part, units: Units) -> Units:
-    return [tuple(part.columns(unit)) for unit in units]
+@dataclass
+class Removal:
+    """What some layers lose, and the compensation for it."""
+
+    removed: Removed = field(default_factory=dict)
+    compensation: dict[str, Tensor] = field(default_factory=dict)  # named as in a plan
+    damping: dict[str, float] = field(default_factory=dict)  # by projection, where it was raised
+
+    def add(self, other: Removal) -> None:
+        """Add what other layers lose."""
+        self.removed |= other.removed
+        self.compensation |= other.compensation
+        self.damping |= other.damping
+
+    def save(self, work: Work, label: str) -> None:
+        """Store what a layer loses."""
+        tensors = {f"removed {key}": torch.tensor(sorted(members)) for key, members in self.removed.items()}
+        damping = {f"damping {key}": torch.tensor(x, dtype=torch.float64) for key, x in self.damping.items()}
+        compensation = {f"compensation {key}": x for key, x in self.compensation.items()}
+        work.write_tensors(label, tensors | damping | compensation)
+
+    @classmethod
+    def load(cls, work: Work, label: str) -> Removal | None:
+        """Return what a layer loses; None if its file is missing or damaged."""
+        tensors = work.tensors(label)
+        if tensors is None:
+            return None
+        removal = cls()
+        for name, tensor in tensors.items():
+            kind, _, key = name.partition(" ")
+            if kind == "compensation":
+                removal.compensation[key] = tensor
+            elif kind == "removed":
+                removal.removed[key] = set(tensor.tolist())
+            else:
+                removal.damping[key] = float(tensor)
+        return removal
 
 
 @dataclass
@@ -118,20 +152,30 @@ class LayerwisePruning:
 
     def run(self, parts: Sequence[Part]) -> tuple[Removal, dict[str, Any]]:
         """Prune these parts of the model; return what is removed, and notes on least squares for the plan."""
-        total, notes, estimate = Removal(), dict[str, Any](), Estimate()
-        if self.needs_second or self.solves:
-            notes = _note_of_few_tokens(parts, self.text.tokens)
-        labels = list(self.model_map.layers)
+        total, labels = Removal(), list(self.model_map.layers)
+        notes: dict[str, Any] = {}
+        if parts and (self.needs_second or self.solves):
+            widest, tokens = max(parts, key=lambda part: in_features(part.projection)), self.text.tokens
+            if (columns := in_features(widest.projection)) > tokens:
+                name = widest.projection_name
+                logger.warning(
+                    "the calibration text has %d tokens, fewer than the %d columns of %s: the solution of least "
+                    "squares depends on the damping; give more --windows or --tokens",
+                    *(tokens, columns, name),
+                )
+                notes["fewer_tokens_than_columns"] = {"tokens": tokens, "widest": name, "columns": columns}
         by_layer = [[part for part in parts if part.label == label] for label in labels]
         last = max((number for number, layer_parts in enumerate(by_layer) if layer_parts), default=-1)
         for number, label in enumerate(labels[: last + 1]):
-            removal = load_layer(self.store, label) if self.store else None
+            removal = Removal.load(self.store, label) if self.store else None
             if removal is None:
-                estimate.minutes(number / (last + 1))
                 removal = self._prune_layer(number, by_layer[number])
                 if self.store:
-                    save_layer(self.store, label, removal)
-                self._report(label, removal, estimate.minutes((number + 1) / (last + 1)))
+                    removal.save(self.store, label)
+                raised = "".join(f"; damping of {x} raised to {share:g}" for x, share in removal.damping.items())
+                counts = count_removed(removal.removed)
+                removed = f"{counts[HEADS]} heads and {counts[CHANNELS]} channels removed"
+                self.progress(f"layer {label} of {len(labels)}: {removed}{raised}")
             total.add(removal)
             if number < last:
                 self._run_layer(number, removal, {}, keep_output=True)
@@ -141,8 +185,7 @@ class LayerwisePruning:
         """Select what a layer loses, and compensate for it; inputs are measured after the layer's earlier removals."""
         removal = Removal()
         for measured in [[part] for part in parts] if self.remeasure_down else [parts]:
-            moments = self._measure(number, removal, measured)
-            selected = []
+            moments, selected = self._measure(number, removal, measured), []
             for part in measured:
                 needs_second = self.needs_second or (self.solves and part is measured[0])
                 second = self._damped(part, moments[part.key], removal) if needs_second else None
@@ -153,9 +196,21 @@ class LayerwisePruning:
                 if part is not measured[0] and self.options.compensation != "none":
                     # pruning the first part has changed the inputs of this one
                     moments = self._measure(number, removal, [part])
-                    has_second = self.needs_second or self.solves
-                    second = self._damped(part, moments[part.key], removal) if has_second else None
-                self._remove(part, members, moments[part.key], second, removal)
+                    second = (
+                        self._damped(part, moments[part.key], removal) if self.needs_second or self.solves else None
+                    )
+                removal.removed[part.key] = members
+                columns, dtype, name = (
+                    part.columns(sorted(members)),
+                    weight_of(part.projection).dtype,
+                    part.projection_name,
+                )
+                if self.options.compensation == "bias":
+                    mean = moments[part.key].mean
+                    removal.compensation[f"{name}.bias"] = bias_for(part.weight, mean, columns).to(dtype)
+                elif self.solves:
+                    assert second is not None
+                    removal.compensation[f"{name}.weight"] = least_squares_for(part.weight, second, columns).to(dtype)
         return removal
 
     def _measure(self, number: int, removal: Removal, parts: Sequence[Part]) -> dict[str, Moments]:
@@ -179,57 +234,6 @@ class LayerwisePruning:
             removal.damping[part.projection_name] = damping
         return second
 
-    def _remove(self, part: Part, members: set[int], moments: Moments, second: Tensor | None, removal: Removal) -> None:
-        removal.removed[part.key] = members
-        columns, dtype = part.columns(sorted(members)), weight_of(part.projection).dtype
-        name = part.projection_name
-        if self.options.compensation == "bias":
-            removal.compensation[f"{name}.bias"] = bias_for(part.weight, moments.mean, columns).to(dtype)
-        elif self.solves:
-            assert second is not None
-            removal.compensation[f"{name}.weight"] = least_squares_for(part.weight, second, columns).to(dtype)
-
-    def _report(self, label: str, removal: Removal, minutes: float | None) -> None:
-        raised = "".join(f"; damping of {name} raised to {share:g}" for name, share in removal.damping.items())
-        counts = count_removed(removal.removed)
-        layers = len(self.model_map.layers)
-        removed = f"{counts[HEADS]} heads and {counts[CHANNELS]} channels removed"
-        left = f"; about {minutes:.1f} min left" if minutes else ""
-        self.progress(f"layer {label} of {layers}: {removed}{raised}{left}")
-
-
-def make_plan(removed: Removed, allow_empty_layer: bool, **fields: Any) -> Plan:
-    """Return a plan that removes these members of parts; `fields` are other fields of the plan."""
-    members = {tuple(key.split(".", 1)): sorted(numbers) for key, numbers in removed.items() if numbers}
-    blocks = tuple(label if kind == LAYERS else f"{label}.{kind}" for kind, label in members if kind in DEPTH_KINDS)
-    heads = tuple(f"{label}H{n}" for (kind, label), numbers in members.items() if kind == HEADS for n in numbers)
-    channels = {label: numbers for (kind, label), numbers in members.items() if kind == CHANNELS}
-    return Plan(heads, channels, blocks, allow_empty_layer=allow_empty_layer, **fields)
-
-
-def count_removed(removed: Removed) -> dict[str, int]:
-    """Return the numbers of removed members by kind: `{"heads": 2, "channels": 24}`; layers and blocks if there are."""
-    kinds = {key.partition(".")[0] for key, members in removed.items() if members} | {*KINDS}
-    return {
-        kind: sum(len(m) for key, m in removed.items() if key.startswith(f"{kind}."))
-        for kind in (*KINDS, *DEPTH_KINDS)
-        if kind in kinds
-    }
-
-
-def _note_of_few_tokens(parts: Sequence[Part], tokens: int) -> dict[str, Any]:
-    """Warn if too few tokens make the widest projection's mean of x·xᵀ singular, and return a note for the plan."""
-    widest = max(parts, key=lambda part: in_features(part.projection), default=None)
-    if widest is None or (columns := in_features(widest.projection)) <= tokens:
-        return {}
-    name = widest.projection_name
-    logger.warning(
-        "the calibration text has %d tokens, fewer than the %d columns of %s: the solution of least squares depends "
-        "on the damping; give more --windows or --tokens",
-        tokens, columns, name,
-    )  # fmt: skip
-    return {"fewer_tokens_than_columns": {"tokens": tokens, "widest": name, "columns": columns}}
-
 
 class LayerReplay:
     """Runs a text through a model one layer at a time; `outputs` holds the previous layer's output of each batch."""
@@ -238,14 +242,13 @@ class LayerReplay:
         self.model, self.text = model_map.model, text
         self.layers = list(model_map.layers.values())
         self.outputs: list[Any] = []
-        self.batch = 0
 
     def run_layer(self, number: int, moments: Mapping[nn.Module, Moments], keep_output: bool = False) -> None:
         """Run the text through a layer and add the inputs of projections to their moments.
 
         `keep_output` stores the layer's output, which the next layer needs.
         """
-        counted = torch.ones(0)
+        counted, position = torch.ones(0), 0
 
         def collect(statistics: Moments, x: Tensor) -> Tensor:
             statistics.add_batch(x, counted)
@@ -255,15 +258,15 @@ class LayerReplay:
             for module, statistics in moments.items():
                 change_input(module, partial(collect, statistics), stack)
             for layer in self.layers[:number]:
-                replace_forward(layer, lambda *_, **__: self.outputs[self.batch], stack)
+                replace_forward(layer, lambda *_, **__: self.outputs[position], stack)
             stack.enter_context(stop_forward_at(self.layers[number], after=True))
-            for number_of_batch, (batch, inputs) in enumerate(self.text.inputs(self.model)):
-                self.batch, counted = number_of_batch, batch.counted
+            for position, (batch, inputs) in enumerate(self.text.inputs(self.model)):
+                counted = batch.counted
                 try:
                     self.model(**inputs)
                 except StopForward as stop:
                     if keep_output:  # replaces the output of the previous layer
-                        self.outputs[self.batch : self.batch + 1] = [stop.output]
+                        self.outputs[position : position + 1] = [stop.output]
                 else:
                     raise InputError(f"layer {number} of this {self.model.config.model_type} model did not run")
 

@@ -1,8 +1,4 @@
-"""SlimGPT: remove the units whose loss the remaining columns can compensate best.
-
-With H the mean of x·xᵀ over tokens, removing columns S and solving for the others costs tr(W_S·((H⁻¹)_SS)⁻¹·W_Sᵀ). The
-cheapest unit is removed, the others are updated, and so on. Later layers lose more than the first ones.
-"""
+"""Methods that prune layer by layer: Wanda-sp and SlimGPT."""
 
 from __future__ import annotations
 
@@ -19,8 +15,21 @@ from lmeval_prune.pruners.sequential import SequentialPruner
 
 
 @dataclass(frozen=True)
+class WandaSp(SequentialPruner):
+    """Scores a column by mean |W_j| · root mean square of its input, and a head by the sum over its columns."""
+
+    def unit_scores(self, weight: Tensor, moments: Moments, second: Tensor | None, units: Units) -> Tensor:
+        """Sum the column scores of each unit; see `SequentialPruner.unit_scores`."""
+        columns = weight.abs().mean(0) * moments.mean_square.sqrt()
+        return columns[torch.tensor(units)].sum(1)
+
+
+@dataclass(frozen=True)
 class SlimGpt(SequentialPruner):
-    """Selects units greedily by the error that remains after least squares.
+    """Removes the units whose loss the remaining columns can compensate best.
+
+    With H the mean of x·xᵀ over tokens, removing columns S and solving for the others costs tr(W_S·((H⁻¹)_SS)⁻¹·W_Sᵀ).
+    The cheapest unit is removed, the others are updated, and so on. Later layers lose more than the first ones.
 
     Attributes:
         error: of a head: `exact`, or `diagonal`: the reference code's error, which ignores that a head's own columns

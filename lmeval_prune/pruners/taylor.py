@@ -1,4 +1,4 @@
-"""LLM-Pruner: score a head or channel by the first-order change of the loss if it were removed.
+"""First-order scores: what the loss would change by if a head or channel were removed.
 
 With S = W ⊙ ∂L/∂W, a score sums over all weights of a head (rows of its query, key and value projections, columns of
 the output projection) or channel (rows of gate and up, a column of down). The sum of a key-value head is divided
@@ -15,8 +15,8 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from lmeval_prune.architectures import AttentionLayer, ModelMap, Rows
-from lmeval_prune.architectures.blocks import is_transposed, weight_of
+from lmeval_prune.architectures import AttentionLayer, FeedForward, ModelMap, Rows
+from lmeval_prune.architectures.blocks import in_features, is_transposed, out_features, weight_of
 from lmeval_prune.errors import InputError
 from lmeval_prune.pruners.base import Pruner, Scores
 from lmeval_prune.pruners.calibration import Batch, CalibrationText
@@ -27,7 +27,7 @@ Gradients = dict[nn.Module, Tensor]  # by projection, (outputs, inputs)
 
 @dataclass(frozen=True)
 class LlmPruner(Pruner):
-    """Scores heads and channels by a Taylor expansion of the loss on calibration text.
+    """LLM-Pruner: scores heads and channels by a Taylor expansion of the loss on calibration text.
 
     Attributes:
         importance: `first`: Σ|S|; `second`: ½·Σ|W²·Ĥ|, Ĥ the mean over windows of the squared gradient; `mix`:
@@ -50,6 +50,42 @@ class LlmPruner(Pruner):
             return linear - 0.5 * weight.square() * second[module] if squared else linear
 
         return Scores(structure_sums(parts, terms, self.importance == "vectorize"))
+
+
+@dataclass(frozen=True)
+class Gisp(LlmPruner):
+    """GISP, global iterative structured pruning (arXiv 2510.18030): one ranking of all heads and channels.
+
+    Sums are divided by a number of weights, so that all structures can be compared. Scores are computed again at each
+    of many steps (`steps`), without training between them.
+
+    Attributes:
+        importance: as in `LlmPruner`; the paper's is `first`.
+        normalize: divisor of a sum: `size`: the number of weights of the head or channel; `released`: the constants of
+            the released code, 4·(columns of a head)·(width of the model) and (matrices of the block)·(channels of the
+            block); `none`.
+    """
+
+    allocation: ClassVar[str] = "joint"
+    normalize: Literal["size", "released", "none"] = "size"
+
+    def scores(self, model_map: ModelMap, text: CalibrationText | None, parts: list[Part], removed: Removed) -> Scores:
+        """Divide the sums of `LlmPruner`; see `Pruner.scores`."""
+        sums, divisors = super().scores(model_map, text, parts, removed).values, self.divisors(parts)
+        return Scores({part.key: sums[part.key] / divisors[part.key] for part in parts})
+
+    def divisors(self, parts: Sequence[Part]) -> dict[str, Any]:
+        """Return the divisors of each part's sums, by part key."""
+        if self.normalize == "size":
+            return structure_sums(parts, lambda module: torch.ones(weight_of(module).shape, dtype=torch.float64))
+        if self.normalize == "none":
+            return dict.fromkeys([part.key for part in parts], 1.0)
+        return {
+            part.key: float((len(part.block.parts) + 1) * part.size)
+            if isinstance(part.block, FeedForward)
+            else 4.0 * (in_features(part.projection) // part.size) * out_features(part.projection)
+            for part in parts
+        }
 
 
 def projections_of(parts: Sequence[Part]) -> list[nn.Module]:
@@ -77,31 +113,28 @@ def structure_sums(
         weights = terms(module)
         return size(weights.sum(axis)) if by_line else size(weights).sum(axis)
 
-    def head_sums(layer: AttentionLayer, output: Tensor) -> Tensor:
-        row_sums = {module: summed(module, 1) for module in {layer.rows(name, 0).module for name in "qkv"}}
-
-        def rows(rows: Rows) -> Tensor:
-            return row_sums[rows.module][rows.start : rows.stop].sum()
-
-        query = torch.stack([rows(layer.rows("q", head)) for head in range(layer.heads)])
-        shared = torch.stack([rows(layer.rows("k", g)) + rows(layer.rows("v", g)) for g in range(layer.kv_heads)])
-        return output + query + shared.repeat_interleave(layer.group_size) / layer.group_size
+    def row_sum(lines: Gradients, rows: Rows) -> Tensor:
+        return lines[rows.module][rows.start : rows.stop].sum()
 
     sums = {}
     for part in parts:
-        total = summed(part.projection, 0).unflatten(0, (part.size, -1)).sum(1)
-        if isinstance(part.block, AttentionLayer):
-            total = head_sums(part.block, total)
+        block, total = part.block, summed(part.projection, 0).unflatten(0, (part.size, -1)).sum(1)
+        if isinstance(block, AttentionLayer):
+            lines = {module: summed(module, 1) for module in {block.rows(name, 0).module for name in "qkv"}}
+            query = torch.stack([row_sum(lines, block.rows("q", head)) for head in range(block.heads)])
+            pairs = [(block.rows("k", group), block.rows("v", group)) for group in range(block.kv_heads)]
+            shared = torch.stack([row_sum(lines, key) + row_sum(lines, value) for key, value in pairs])
+            total = total + query + shared.repeat_interleave(block.group_size) / block.group_size
         else:
-            for name, module in part.block.parts.items():
-                rows = part.block.rows(name)
-                total = total + summed(module, 1)[rows.start : rows.stop]
+            for name, module in block.parts.items():
+                span = block.rows(name)
+                total = total + summed(module, 1)[span.start : span.stop]
         sums[part.key] = total
     return sums
 
 
 def gradients(
-    model_map: ModelMap, text: CalibrationText, projections: list[nn.Module], squared: bool = False
+    model_map: ModelMap, text: CalibrationText, projections: Sequence[nn.Module], squared: bool = False
 ) -> tuple[Gradients, Gradients]:
     """Compute gradients of a text's mean loss on the tokens that count, by projection, in float32 or better.
 
@@ -109,28 +142,29 @@ def gradients(
     `InputError` if no token follows another one.
     """
     model = model_map.model
-    modules = list(dict.fromkeys(projections))
     total = sum(int(_predicted(batch).sum()) for batch in text)
     if not total:
         raise InputError("the calibration text has no token that follows another one; give longer windows")
-    first = {module: torch.zeros(weight_of(module).shape, dtype=_gradient_dtype(module)) for module in modules}
+    first: Gradients = {}
+    for module in projections:
+        weight: Any = weight_of(module)
+        first[module] = torch.zeros(weight.shape, dtype=torch.promote_types(weight.dtype, torch.float32))
     second = {module: torch.zeros_like(gradient) for module, gradient in first.items()} if squared else {}
     rows = [Batch(*(x[n : n + 1] for x in batch)) for batch in text for n in range(len(batch.ids))]
     pairs, masks = tuple((row.ids, row.real) for row in rows), tuple(row.counted for row in rows)
     read = replace(text, batches=pairs, counted=masks) if squared else text
-    with _gradients_of(model, modules), torch.enable_grad():
-        for number, (batch, inputs) in enumerate(read.inputs(model)):
-            read.report(number / len(read.batches))
+    with _gradients_of(model, projections), torch.enable_grad():
+        for batch, inputs in read.inputs(model):
             predicted = _predicted(batch)
             logits = model(**inputs, use_cache=False).logits[:, :-1]
             logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
             nn.functional.cross_entropy(logits[predicted], batch.ids[:, 1:][predicted], reduction="sum").backward()
             count = int(predicted.sum())
-            for module in modules:
-                weight: Any = module.weight
+            for module, gradient in first.items():
+                weight = module.weight
                 grad = weight.grad.T if is_transposed(module) else weight.grad
-                grad = grad.to("cpu", first[module].dtype)
-                first[module] += grad / total
+                grad = grad.to("cpu", gradient.dtype)
+                gradient += grad / total
                 if squared and count:
                     second[module] += (grad / count).square() / len(rows)
                 weight.grad = None
@@ -138,7 +172,7 @@ def gradients(
 
 
 @contextmanager
-def _gradients_of(model: nn.Module, modules: list[nn.Module]) -> Iterator[None]:
+def _gradients_of(model: nn.Module, modules: Sequence[nn.Module]) -> Iterator[None]:
     """Compute gradients only of these modules' weights inside the block; restore the model's settings afterwards."""
     with ExitStack() as stack:
         weights = {id(module.weight) for module in modules}
@@ -153,7 +187,3 @@ def _gradients_of(model: nn.Module, modules: list[nn.Module]) -> Iterator[None]:
 def _predicted(batch: Batch) -> Tensor:
     real = batch.real.bool()
     return batch.counted[:, 1:].bool() & real[:, 1:] & real[:, :-1]
-
-
-def _gradient_dtype(module: nn.Module) -> torch.dtype:
-    return torch.promote_types(weight_of(module).dtype, torch.float32)

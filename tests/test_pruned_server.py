@@ -118,7 +118,7 @@ def test_a_request_that_never_works_does_not_keep_the_others_back(tiny_folder: P
             )
             with pytest.raises(InputError):
                 lm.generate_until(instances)
-            assert len(lm.answering.store.responses) == 5
+            assert len(lm.store.responses) == 5
             assert sum(payload["prompt"] == poison for payload in stub.payloads) == times
             lm.close()
 
@@ -375,7 +375,7 @@ def test_log_probabilities_that_are_none_are_no_answers(
         stub.spoil = spoil
         with pytest.raises(InputError):
             getattr(lm, kind)(instances)
-        assert len(stub.payloads) == 2 and len(lm.answering.store.responses) == 1
+        assert len(stub.payloads) == 2 and len(lm.store.responses) == 1
         lm.close()
 
 

@@ -19,7 +19,7 @@ from lmeval_prune.grid.configuration import Grid
 from lmeval_prune.grid.run import run as run_grid
 from lmeval_prune.models.pruned_hf import PrunedHFLM
 from lmeval_prune.models.pruned_server import PrunedServerLM
-from lmeval_prune.models.server_record import RECORD
+from lmeval_prune.models.servers import RECORD
 from lmeval_prune.sprint.fit import fit
 from lmeval_prune.sprint.options import FitOptions, SweepOptions
 from lmeval_prune.sprint.outcomes import OutcomeStore

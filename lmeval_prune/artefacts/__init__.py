@@ -41,6 +41,7 @@ from lmeval_prune.artefacts.writing import (
     without_nan,
     write_artefact,
     write_bytes,
+    write_table,
     write_text,
 )
 
@@ -50,5 +51,6 @@ __all__ = [
     "check_writable", "content_digest", "create_folder", "digest", "file_lock", "file_name", "files_digest",
     "final_path", "lock_path", "new_file", "new_folder", "numbered_lines", "open_append", "output_lock",
     "parse_json", "read_artefact", "read_json", "read_lines", "read_table", "read_tensors", "read_texts",
-    "validate_json", "without_addresses", "without_nan", "write_artefact", "write_bytes", "write_text",
+    "validate_json", "without_addresses", "without_nan", "write_artefact", "write_bytes", "write_table",
+    "write_text",
 ]  # fmt: skip

@@ -47,6 +47,14 @@ def write_bytes(path: PathLike, content: bytes) -> None:
         temporary.write_bytes(content)
 
 
+def write_table(path: PathLike, table: Any) -> None:
+    """Write an Arrow table as a parquet file atomically."""
+    from pyarrow import parquet
+
+    with new_file(path) as temporary, report_write_errors(path):
+        parquet.write_table(table, temporary, compression="zstd", row_group_size=16384)
+
+
 def check_writable(path: PathLike, folder: bool = False) -> None:
     """Raise an `InputError` for an output file (or `folder`) that cannot be written, before the work begins."""
     with _temporary_path(Path(path).resolve() if folder else Path(path), folder):

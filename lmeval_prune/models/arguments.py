@@ -12,8 +12,8 @@ from lmeval_prune.config import Count, Seed, Settings, parse_value
 from lmeval_prune.errors import InputError, did_you_mean
 from lmeval_prune.interventions import METHODS, Intervention, combined
 from lmeval_prune.interventions.parsing import ALLOWANCES, parse_intervention
+from lmeval_prune.models import load_registered
 from lmeval_prune.models.head_router import POLICIES, HeadRouter
-from lmeval_prune.models.registered import load_registered
 
 
 @dataclass(frozen=True)

@@ -120,11 +120,11 @@ class Answerer:
         try:
             requests = [self._request(question) for question in questions]
             texts = lm.generate_until(requests, disable_tqdm=disable_tqdm)
-            records = lm.answering.stored("generate_until", requests)
+            records = lm.stored_records("generate_until", requests)
             pairs = zip(requests, texts, records, strict=True)
             answers = [self._answer(lm, request, text, record) for request, text, record in pairs]
-            assert lm.answering.store
-            lm.answering.store.compact()
+            assert lm.store
+            lm.store.compact()
         finally:
             lm.close()
         return answers

@@ -12,7 +12,7 @@ import pandas as pd
 
 from lmeval_prune.architectures import Head
 from lmeval_prune.errors import InputError
-from lmeval_prune.models.attempts import DENSE
+from lmeval_prune.models.head_router import DENSE
 from lmeval_prune.reporting.tables import bold, markdown
 from lmeval_prune.sprint.outcomes import Outcomes
 

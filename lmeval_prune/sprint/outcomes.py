@@ -26,11 +26,10 @@ import numpy as np
 import pyarrow as pa
 from typing_extensions import TypedDict
 
-from lmeval_prune.artefacts import check_same, parse_json, read_artefact, write_artefact
+from lmeval_prune.artefacts import check_same, parse_json, read_artefact, read_table, write_artefact, write_table
 from lmeval_prune.errors import InputError
-from lmeval_prune.models.answer_store import read_answers, read_table, write_table
-from lmeval_prune.models.attempts import attempt_order
-from lmeval_prune.models.lengths import Ending, cut_off_note, merge_lengths, summarize_lengths
+from lmeval_prune.models.answer_store import Ending, cut_off_note, merge_lengths, read_answers, summarize_lengths
+from lmeval_prune.models.head_router import attempt_order
 
 logger = logging.getLogger(__name__)
 SCHEMA = "lmeval-prune/outcomes"
@@ -290,7 +289,7 @@ class OutcomeStore:
 
     def _cells(self, columns: list[str] | None = None) -> pa.Table:
         names = columns or _CELLS.names
-        return read_table(self.cells_file, pa.schema([_CELLS.field(name) for name in names]), names)
+        return read_table(self.cells_file, pa.schema([_CELLS.field(name) for name in names]))
 
 
 def _outcomes(content: dict[str, Any], questions: list[dict[str, Any]], cells: list[dict[str, Any]]) -> Outcomes:

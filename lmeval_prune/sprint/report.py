@@ -17,7 +17,7 @@ import pandas as pd
 
 from lmeval_prune.artefacts import CREATED_BY, digest, write_text
 from lmeval_prune.errors import InputError, first_few
-from lmeval_prune.models.attempts import DENSE, is_single_head
+from lmeval_prune.models.head_router import DENSE, is_single_head
 from lmeval_prune.reporting.documents import render
 from lmeval_prune.reporting.statistics import holm, mean_interval, sign_flip_test
 from lmeval_prune.reporting.tables import bold, csv, markdown

@@ -23,8 +23,7 @@ from lmeval_prune.architectures import Head, ModelMap
 from lmeval_prune.artefacts import digest
 from lmeval_prune.errors import InputError
 from lmeval_prune.models import generation
-from lmeval_prune.models.attempts import DENSE, attempt_order
-from lmeval_prune.models.head_router import FixedOrderRouter
+from lmeval_prune.models.head_router import DENSE, FixedOrderRouter, attempt_order
 from lmeval_prune.models.pruned_hf import PrunedHFLM
 from lmeval_prune.models.pruned_server import PrunedServerLM
 from lmeval_prune.sprint.options import DEFAULT_LAYERS, SweepOptions
@@ -99,8 +98,8 @@ class Sweep:
             if lm.rank or results is None:
                 return None
             self.store.add(_cells(tasks, results["samples"]))
-            assert lm.answering.store
-            lm.answering.store.compact()  # before another run is allowed to write
+            assert lm.store
+            lm.store.compact()  # before another run is allowed to write
         finally:
             lm.close()
         logger.info("%.1f seconds", time.perf_counter() - begin)
@@ -255,8 +254,8 @@ def _cells(tasks: dict[str, SweptTask], samples: dict[str, list[dict[str, Any]]]
 
 def _identity(lm: Model) -> dict[str, Any]:
     name = str(getattr(lm.config, "_name_or_path", ""))
-    identity = {"name": Path(name).name or name, **lm.identity, "interventions": lm.answering.interventions()}
-    identity |= {"versions": lm.answering.versions}
+    identity = {"name": Path(name).name or name, **lm.identity, "interventions": lm.intervention_identities()}
+    identity |= {"versions": lm.versions}
     return {**json.loads(json.dumps(identity)), **lm.outcome_identity}
 
 

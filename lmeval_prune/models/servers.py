@@ -1,16 +1,107 @@
-"""Kinds of servers: how a request names its variant, and which requests a server can answer.
+"""Kinds of servers, the options of `pruned-server`, and the record by which a served model is known again.
 
 A served variant is the base model with an adapter that prunes heads (`lmeval-prune export adapter`).
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+from urllib.parse import urlsplit
 
+from typing_extensions import TypedDict
+
+from lmeval_prune.artefacts import digest, file_lock, lock_path, read_artefact, write_artefact
+from lmeval_prune.config import Count, Finite, Settings
 from lmeval_prune.errors import InputError, first_few
+
+# ---------------------------------------------------------------------- options
+
+
+@dataclass(frozen=True)
+class ServerOptions(Settings):
+    """The model_args of `pruned-server`, except those that select the variant (see `Arguments`)."""
+
+    # server
+    base_url: str | None = None  # address of the server, e.g. `http://localhost:8000`
+    server: Literal["vllm", "sglang", "llamacpp"] = "vllm"  # its kind
+    num_concurrent: Count = 64  # requests at a time
+    max_retries: Count = 8  # times that a request is sent, at most
+    timeout: Count = 600  # seconds for a request and its complete response
+    probe: bool = True  # check at the start that the server has the variants
+    verify_certificate: bool = True
+    ca_cert_path: str | None = None
+    auth_token: str | None = None
+    header: Any = None
+    # model
+    model: str | None = None  # name of the unpruned model on the server; default: the only model that it lists
+    pretrained: str | None = None  # the same model, for its configuration and tokenizer; default `tokenizer`, `model`
+    revision: str | None = None
+    trust_remote_code: bool = False
+    adapters: str | None = None  # folder that `lmeval-prune export adapter` wrote; answers depend on its content
+    lora: str | None = None  # ordinary LoRA adapter, a folder; the server has it under the folder's name
+    dtype: str | None = None  # type in which the server computes; required with `responses=`, or named by `adapters`
+    max_length: Count | None = None  # tokens of prompt and answer; at most the server's limit
+    # prompts and answers, as for lm-eval's `local-completions` and `hf`
+    tokenizer: str | None = None
+    use_fast_tokenizer: bool = True
+    add_bos_token: bool | None = None
+    eos_string: str | None = None
+    custom_prefix_token_id: int | None = None
+    enable_thinking: bool | None = None  # argument of the chat template
+    chat_template_args: Any = None  # further arguments of the chat template
+    think_end_token: str | None = None  # text that ends a model's thoughts, which are removed from the answer
+    max_gen_toks: Count | None = None
+    seed: int = 1234  # sampled try i uses a seed derived from `seed` and i
+    # ignored; lm-eval passes them
+    batch_size: Any = None
+    max_batch_size: Any = None
+    device: Any = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.base_url:
+            raise InputError("name a server: --model_args base_url=http://HOST:PORT")
+        if self.think_end_token and self.think_end_token.isdigit():  # no answer of a server has a number in its place
+            raise InputError(f"think_end_token={self.think_end_token} is a number; give the token's text")
+
+    @property
+    def url(self) -> str:
+        """Return the server's address without a path of the API."""
+        address = urlsplit(str(self.base_url).strip())
+        path = re.sub(r"(/v1)?(/(chat/)?completions)?/*$", "", address.path)
+        return f"{address.scheme}://{address.netloc}{path}"
+
+    @property
+    def template_arguments(self) -> dict[str, Any]:
+        """Return the arguments of the chat template."""
+        thinking = {} if self.enable_thinking is None else {"enable_thinking": self.enable_thinking}
+        return {**(self.chat_template_args or {}), **thinking}
+
+    def given(self, *names: str) -> dict[str, Any]:
+        """Return some of the options, except those left at None."""
+        return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+
+
+SERVER_OPTIONS = {field.name for field in fields(ServerOptions)}
+# options that no local model has
+SERVER_ARGUMENTS = {
+    *("base_url", "server", "num_concurrent", "max_retries", "timeout", "probe", "model", "adapters", "lora", "seed"),
+    *("verify_certificate", "ca_cert_path", "auth_token", "header"),
+}
+
+
+def without_server(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the model_args that describe a model, without those that describe the server of a served model."""
+    is_served = "base_url" in arguments
+    return {name: value for name, value in arguments.items() if not is_served or name not in SERVER_ARGUMENTS}
+
+
+# ---------------------------------------------------------------------- kinds
 
 
 @dataclass(frozen=True)
@@ -34,7 +125,6 @@ class ServedModel:
     name: str
     root: str | None = None  # path it was loaded from; llama.cpp: name of its file, with its parameters and bytes
     max_length: int | None = None  # tokens of prompt and answer together
-    parameter_bytes: float | None = None  # of a parameter in the model's file, on average
     adapter_ids: dict[str, int] = field(default_factory=dict)  # adapter → its number (llama.cpp)
 
     @property
@@ -149,14 +239,12 @@ class LlamaCpp(ServerKind):
 
     def _parse_card(self, card: Mapping[str, Any]) -> ServedModel:
         facts = card.get("meta") or {}
-        model = ServedModel(str(card["id"]), re.split(r"[/\\]", card["id"])[-1])
+        root = re.split(r"[/\\]", card["id"])[-1]
         if "n_params" in facts:
-            model.root = f"{model.root}, {facts['n_params']} parameters in {facts['size']} bytes"
-            model.parameter_bytes = facts["size"] / max(facts["n_params"], 1)
+            root = f"{root}, {facts['n_params']} parameters in {facts['size']} bytes"
         # of a slot, and of the file: the window of a model that llama.cpp computes without a sliding window
         lengths = [int(facts[key]) for key in ("n_ctx", "n_ctx_train") if facts.get(key) is not None]
-        model.max_length = min(lengths, default=None)
-        return model
+        return ServedModel(str(card["id"]), root, min(lengths, default=None))
 
     def tokenize_payload(self, model: ServedModel, text: str) -> dict[str, Any]:
         """Return the `/tokenize` request for a text without special tokens."""
@@ -175,3 +263,63 @@ class LlamaCpp(ServerKind):
 
 
 KINDS: dict[str, ServerKind] = {kind.name: kind for kind in (ServerKind(), SGLang(), LlamaCpp())}
+
+
+# ---------------------------------------------------------------------- record
+
+RECORD = "answers.servers.json"  # in the folder of an answer store
+SCHEMA, VERSION = "lmeval-prune/servers", 1
+# Largest root mean square difference of log-probabilities that an engine and its hardware explain.
+TOLERANCES = {"float32": 0.01, "float64": 0.01}
+TOLERANCE = 0.15  # in other types
+Signature = list[tuple[str, float]]  # a text's tokens and log-probabilities
+
+
+class _Content(TypedDict):
+    signatures: dict[str, list[list[str | Finite]]]  # pairs, by a digest of what else is known of the model
+
+
+def check_record(path: Path, identity: Any, dtype: str, signature: Signature, is_empty: bool, url: str) -> None:
+    """Refuse a server with other log-probabilities than those of the answers in a folder; write down the first ones.
+
+    Nothing that a server lists tells one training from another: a file can be replaced, and a path on another machine
+    can hold other weights.
+
+    Args:
+        path: file with signatures.
+        identity: what is known of the model otherwise.
+        dtype: type in which the server computes, or an empty string.
+        signature: of the server's unpruned model.
+        is_empty: whether no answers are stored yet, so that a signature in the file does not count.
+        url: address of the server.
+    """
+    key, tolerance = digest(identity), TOLERANCES.get(dtype, TOLERANCE)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with file_lock(lock_path(path)):
+        signatures: dict[str, Any] = {}
+        if path.exists():
+            signatures = read_artefact(path, SCHEMA, VERSION, _Content)[0]["signatures"]
+        if is_empty or key not in signatures:
+            write_artefact(path, SCHEMA, VERSION, {"signatures": {**signatures, key: signature}})
+        elif (difference := distance(signatures[key], signature)) > tolerance:
+            raise InputError(
+                f"{url} gives other log-probabilities than the server that gave the answers in {path.parent}: they "
+                f"differ by {difference:.2g}, more than the {tolerance:g} of rounding, so it has other weights or "
+                f"another type. Start it with the same model; for another one give another folder, or delete {path} "
+                f"if no answers are stored (probe=false leaves this check out)"
+            )
+
+
+def distance(first: Signature, second: Signature, mismatch: float | None = None) -> float:
+    """Return the root mean square difference of log-probabilities up to the first different token.
+
+    `mismatch` is the difference of two tokens. By default that of their log-probabilities: two tokens that are nearly
+    as probable can change places by rounding.
+    """
+    squares = []
+    for (token, value), (other_token, other_value) in zip(first, second, strict=False):
+        difference = value - other_value if token == other_token or mismatch is None else mismatch
+        squares.append(difference * difference)  # `**` raises an error for a very large one
+        if token != other_token:
+            break
+    return math.sqrt(sum(squares) / len(squares))

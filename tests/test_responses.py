@@ -95,20 +95,6 @@ def test_store_keeps_masks_settings_and_repeats_apart(tiny_folder: Path, tmp_pat
     assert len((store / "rank-0.jsonl").read_text().splitlines()) == count  # a sampled task changes no greedy key
 
 
-def test_going_on_with_samples_draws_new_ones(tiny_folder: Path, tmp_path: Path) -> None:
-    import torch
-
-    torch.manual_seed(1234)
-    whole = fresh(tiny_folder, tmp_path / "whole", repeats(), batch_size=1)
-    torch.manual_seed(1234)
-    assert fresh(tiny_folder, tmp_path / "again", repeats(), batch_size=1) == whole
-    torch.manual_seed(1234)
-    half = fresh(tiny_folder, tmp_path / "store", repeats(3), batch_size=1)
-    torch.manual_seed(1234)
-    rest = fresh(tiny_folder, tmp_path / "store", repeats(6), batch_size=1)
-    assert rest[:3] == half and len(set(rest)) == len(set(whole)) == 6
-
-
 @pytest.mark.parametrize(
     "batch_size", [pytest.param(1, marks=pytest.mark.long), pytest.param(3, marks=pytest.mark.long), "auto"]
 )

@@ -25,6 +25,7 @@ import os
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 from functools import cached_property
 from hashlib import blake2b
 from pathlib import Path
@@ -248,19 +249,15 @@ def _closed(body: bytes) -> bytes:
 # ---------------------------------------------------------------------- requests
 
 
+@dataclass
 class PendingRequests:
-    """Requests of one kind whose answers are not stored yet.
+    """Requests of one kind whose answers are not stored yet."""
 
-    Attributes:
-        requests, keys: the requests and their keys in the store (without a store: their indices).
-        repeats: for each request, the number of earlier requests for the same document.
-        add: stores a response; called with a key, the response and further columns.
-    """
-
-    def __init__(
-        self, kind: str, add: Callable[..., None], requests: Sequence[Any], keys: Sequence[Any], repeats: Sequence[int]
-    ) -> None:
-        self.kind, self.requests, self.keys, self.repeats, self.add = kind, list(requests), keys, repeats, add
+    kind: str
+    add: Callable[..., None]  # stores a response; called with a key, the response and further columns
+    requests: Sequence[Any]
+    keys: Sequence[Any]  # of the requests in the store; without a store their indices
+    repeats: Sequence[int]  # for each request, the number of earlier requests for the same document
 
     @cached_property
     def _keys_by_arguments(self) -> dict[str, deque[Any]]:
@@ -321,13 +318,13 @@ def answer_requests(
         requests: lm-eval instances; the same instance occurs N times for N repeats.
         kind: kind of the requests.
         key_parts: what determines an answer.
-        run: answers pending requests; may report answers earlier by `add` (with `is_answer=False` if a response is for
-            this run only) or `answered`.
-        any_rank: whether a flag is true on some rank. lm-eval's models synchronise the ranks, so while one rank has
-            pending requests, each rank calls `run`, if necessary with a stored request.
-        is_grouped: whether a request is sampled together with others from one stream of random numbers. A group that
-            lacks an answer is run completely, so that resuming does not change answers.
-        group_size: requests per group, in their order.
+        run: answers pending requests; may report answers earlier by `add` (with `is_answer=False` what is for this
+            run only) or `answered`.
+        any_rank: whether a flag is true on some rank: ranks are synchronised, so if one calls `run`, all do, if
+            necessary with a stored request.
+        is_grouped: whether a request is sampled from one stream of random numbers with others: `group_size` of them,
+            which are all run if one lacks an answer, so that resuming does not change answers.
+        group_size: see `is_grouped`.
 
     Returns:
         Responses in the order of `requests`, and their keys.

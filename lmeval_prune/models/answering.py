@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from accelerate.utils import gather_object
 from lm_eval.api.model import LM
 from tqdm import tqdm
 
@@ -103,7 +104,7 @@ class PrunedLM(AnsweringLM):
         arguments: its model_args.
         model_map: its layers and heads.
         weights: fingerprint of its weights, or None.
-        identity: the properties of the model that answers depend on, without interventions, as JSON.
+        identity: what answers depend on of the model, without interventions, as JSON.
         seed: of sampled answers.
         router: chooses the heads of each attempt, or None.
         lengths: `Lengths` of the texts that were generated last, by task.
@@ -149,7 +150,7 @@ class PrunedLM(AnsweringLM):
 
     def gather_from_ranks(self, value: Any) -> list[Any]:
         """Return the value of each process, in the order of ranks."""
-        return [value]
+        return list(gather_object([value])) if self.world_size > 1 else [value]
 
     def answer(self, kind: str, requests: list[Any], disable_tqdm: bool) -> list[Any]:
         """Return the responses to requests of one kind; `InputError` if the model cannot answer them."""
@@ -297,17 +298,9 @@ def compute_in_parts(
 ) -> list[Any]:
     """Compute answers some at a time by lm-eval's own class, and store each as soon as it is reported or returned.
 
-    Args:
-        lm: the model.
-        pending: requests without an answer.
-        compute: answers requests, given whether they are sampled.
-        size: requests in a call.
-        grouped: indices of requests that are sampled from torch's random numbers, in groups with a seed of their own.
-        group_size: requests of a group.
-        seed: of the run.
-        report: called with kind, arguments and response of what lm-eval reports to its cache; default:
-            `pending.answered`.
-        silent: whether to show no progress of groups.
+    `compute` answers `size` requests; or, with True, `group_size` of those with the indices `grouped`, which draw from
+    torch's random numbers, each group by a seed of its own. `report` is called with what lm-eval reports to its cache
+    hook; default `pending.answered`.
     """
     others = sorted({*range(len(pending.requests))} - {*grouped})
     parts = [others[start : start + size] for start in range(0, len(others), size)]

@@ -9,7 +9,6 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from accelerate.utils import gather_object
 from lm_eval.models import huggingface
 from lm_eval.models.huggingface import HFLM
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
@@ -60,10 +59,6 @@ class EngineHFLM(PrunedLM, HFLM):
     def applied(self) -> tuple[Intervention, ...]:
         """Return the interventions on the model."""
         return interventions_on(self.model)
-
-    def gather_from_ranks(self, value: Any) -> list[Any]:
-        """Return the value of each process, in the order of ranks."""
-        return list(gather_object([value])) if self.world_size > 1 else [value]
 
     @property
     def group_size(self) -> int:

@@ -37,9 +37,6 @@ IGNORED_ARGUMENTS = {
 # Arguments whose value is a file or folder, except for the policies of a router.
 _PATH_ARGUMENTS = {"tokenizer", "peft", "delta", "router", "router_store"}
 
-# By this setting, transformers cleans up texts of byte-pair encoding, too.
-_CLEANS_BPE = "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output"
-
 # Raised whenever the decoding engine, or the way requests are sent to a model or a server, gives other answers than
 # before. (Methods have their own versions.)
 ANSWERING = 1
@@ -208,23 +205,19 @@ def interventions_report(lm: Any, model: Any, weights: str | None) -> dict[str, 
     return info
 
 
-def vocabulary_digest(tokenizer: Any) -> str:
-    """Return a digest of a tokenizer's vocabulary, rules and special tokens."""
-    return digest(_vocabulary(tokenizer))
-
-
-def _vocabulary(tokenizer: Any) -> list[Any]:
+def vocabulary_digest(tokenizer: Any, *settings: str) -> str:
+    """Return a digest of a tokenizer's vocabulary, rules and special tokens, and of `settings`."""
     fast = getattr(tokenizer, "backend_tokenizer", None)
     content = fast.to_str() if fast is not None else sorted(tokenizer.get_vocab().items())
-    return [content, str(tokenizer.special_tokens_map)]
+    return digest([content, str(tokenizer.special_tokens_map), *settings])
 
 
 def tokenizer_fingerprint(tokenizer: Any) -> str:
     """Return a digest of a tokenizer's vocabulary, rules, special tokens and settings that change texts or tokens."""
-    fast = getattr(tokenizer, "backend_tokenizer", None)
     settings = ["split_special_tokens"] if getattr(tokenizer, "split_special_tokens", False) else []
     if getattr(tokenizer, "clean_up_tokenization_spaces", False):
-        is_bpe = fast is not None and type(fast.model).__name__ == "BPE"
-        if not is_bpe or getattr(tokenizer, _CLEANS_BPE, False):
+        fast = getattr(tokenizer, "backend_tokenizer", None)
+        cleans_bpe = "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output"
+        if fast is None or type(fast.model).__name__ != "BPE" or getattr(tokenizer, cleans_bpe, False):
             settings.append("clean_up_tokenization_spaces")
-    return digest([*_vocabulary(tokenizer), *settings])
+    return vocabulary_digest(tokenizer, *settings)

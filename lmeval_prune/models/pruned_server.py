@@ -37,7 +37,7 @@ from lmeval_prune.checkpoints import embedded
 from lmeval_prune.checkpoints.identity import checkpoint_identity
 from lmeval_prune.checkpoints.loading import as_input_error
 from lmeval_prune.decoding.request import logits_settings
-from lmeval_prune.errors import InputError, did_you_mean, first_line, print_input_errors
+from lmeval_prune.errors import InputError, first_line, print_input_errors
 from lmeval_prune.export.manifest import adapter_name, read_adapters, read_lora
 from lmeval_prune.interventions import HeadMask, Intervention, combined
 from lmeval_prune.models import generation
@@ -75,7 +75,7 @@ PROBE_PROMPT, PROBE_ANSWER = 64, 12  # tokens of the text; tokens to generate, i
 MIN_DISTANCE = 1e-5  # smaller distances of signatures are rounding
 _API_OPTIONS = (
     *("trust_remote_code", "revision", "use_fast_tokenizer", "custom_prefix_token_id", "eos_string", "seed"),
-    *("auth_token", "header", "verify_certificate", "max_gen_toks", "num_concurrent", "max_retries", "timeout"),
+    *("header", "verify_certificate", "max_gen_toks", "num_concurrent", "max_retries", "timeout"),
 )
 _ANSWER_OPTIONS = ("max_gen_toks", "add_bos_token", "eos_string", "custom_prefix_token_id", "think_end_token")
 
@@ -124,8 +124,7 @@ class PrunedServerLM(PrunedLM, LocalCompletionsAPI):
         for intervention in self.arguments.interventions:
             if not isinstance(intervention, HeadMask):
                 raise InputError(
-                    f"a server's adapters can only prune heads: {type(intervention).__name__} cannot be served; give "
-                    f"heads=, mask= or router=, or use pruned-hf"
+                    f"a server's adapters only prune heads, not {type(intervention).__name__}: use pruned-hf"
                 )
         for name in self.arguments.others:
             raise unknown_argument(name, SERVER_OPTIONS)
@@ -154,7 +153,10 @@ class PrunedServerLM(PrunedLM, LocalCompletionsAPI):
             )
         if options.ca_cert_path and options.verify_certificate:
             self.verify_certificate = ssl.create_default_context(cafile=options.ca_cert_path)
+        if options.auth_token and not options.header:  # lm-eval reads it from the environment only
+            self.header = {"Authorization": f"Bearer {options.auth_token}"}
         self.add_bos_token, self.think_end_token = options.add_bos_token, options.think_end_token
+        self.max_gen_toks = self._max_gen_toks
         self.chat_template_args = options.template_arguments
         self.served = self._ask(self._list)
         length = options.max_length or resolve_max_length(self.config, self.tokenizer)
@@ -193,23 +195,14 @@ class PrunedServerLM(PrunedLM, LocalCompletionsAPI):
         with suppress(InputError):  # only configuration and tokenizer are here
             local = checkpoint_identity(path, self.options.revision)
         if self.adapters and (len(bases) > 1 or local not in (None, *bases)):
-            raise InputError(
-                f"adapters in {folder} were made from another model than {path}; give pretrained= of the served model, "
-                f"or export the adapters again"
-            )
+            raise InputError(f"adapters in {folder} were made from another model than pretrained={path}")
         dtype = str(self.options.dtype or "").removeprefix("torch.")
         if dtype and dtypes and dtypes != {dtype}:
-            raise InputError(
-                f"{folder} was made for servers in {', '.join(sorted(dtypes))}, not in dtype={dtype}; export the "
-                f"adapters in the type in which the server computes"
-            )
+            raise InputError(f"{folder} was made for servers in {', '.join(sorted(dtypes))}, not in dtype={dtype}")
         self.dtype = dtype or (dtypes.pop() if len(dtypes) == 1 else "")
         base = bases.pop() if bases else local
         if self.arguments.responses and not base:
-            raise InputError(
-                f"{path} has no weights here, so stored answers could not be told from those of another model of this "
-                f"shape: give adapters=FOLDER, whose manifests name the weights, or leave out responses="
-            )
+            raise InputError(f"{path} has no weights here to identify stored answers by: give adapters=FOLDER")
         if self.arguments.responses and not self.dtype:
             raise InputError("responses= needs the type in which the server computes: give dtype=, e.g. dtype=bfloat16")
         self.base = str(base or digest([path, config_fingerprint(self.config)]))
@@ -234,22 +227,19 @@ class PrunedServerLM(PrunedLM, LocalCompletionsAPI):
         pruned = [variant for variant in self.variants() if variant != UNPRUNED]
         asked = [*[UNPRUNED] * 4, *pruned]  # repeated to measure the server's noise
         mixed = [each for variant in pruned for each in (variant, UNPRUNED)]
-        alone, together = (
-            [Request("a probe", variant, lambda: probe, self._parse_signature) for variant in part]
-            for part in (asked, mixed)
-        )
-        with replaced(self, base_url=f"{self.url}/v1/completions"):
-            with replaced(self, _concurrent=1):
-                signatures: list[Signature] = self.send(alone)
-            in_one_batch: list[Signature] = self.send(together)
+
+        def ask(variants: list[ServedVariant], at_once: int) -> list[Signature]:
+            with replaced(self, base_url=f"{self.url}/v1/completions", _concurrent=at_once):
+                return self.send([Request("a probe", each, lambda: probe, self._parse_signature) for each in variants])
+
+        signatures, in_one_batch = ask(asked, 1), ask(mixed, self._concurrent)
         noise = max(MIN_DISTANCE, 1.5 * max(distance(*pair, 1) for pair in combinations(signatures[:4], 2)))
         known = dict(zip(asked[3:], signatures[3:], strict=True))
         for (other, first), (variant, second) in combinations(known.items(), 2):
             if distance(first, second, 1) <= noise:
                 raise InputError(
-                    f"{self.url} gives the same answers under {variant} as under {other}: both names mean one "
-                    f"adapter, or an adapter matches no module (vLLM: --lora-target-modules o_proj); start it with the "
-                    f"command that `lmeval-prune export adapter` prints"
+                    f"{self.url} answers alike under {variant} and {other}: an adapter matches no module (vLLM: "
+                    f"--lora-target-modules o_proj); start it by the command that `lmeval-prune export adapter` prints"
                 )
         for variant, signature in zip(mixed, in_one_batch, strict=True):
             if min(known, key=lambda name: distance(signature, known[name], 1)) != variant:
@@ -382,16 +372,6 @@ class PrunedServerLM(PrunedLM, LocalCompletionsAPI):
 
     # ------------------------------------------------------------------ what lm-eval's class asks for
 
-    @property
-    def api_key(self) -> str:
-        """Return `auth_token=`, or the key in the environment."""
-        return str(self.auth_token or super().api_key)
-
-    @property
-    def max_gen_toks(self) -> int:
-        """Return the default limit of generated tokens."""
-        return int(self._max_gen_toks)
-
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, left_truncate_len: int | None = None, **_: Any
     ) -> list[int]:
@@ -508,8 +488,7 @@ class PrunedServerLM(PrunedLM, LocalCompletionsAPI):
         if kind != "generate_until" and (not self.kind.scores_prompts or self.chat):
             source = "a chat" if self.chat else f"server={self.kind.name}"
             raise InputError(
-                f"task {requests[0].task_name} scores given texts, and {source} does not return the log-probabilities "
-                f"of a prompt: use server=vllm with --model pruned-server, or pruned-hf"
+                f"task {requests[0].task_name} scores given texts, and {source} does not: use server=vllm, or pruned-hf"
             )
 
     def compute(self, pending: PendingRequests, disable_tqdm: bool) -> list[Any]:
@@ -552,11 +531,7 @@ class PrunedServerLM(PrunedLM, LocalCompletionsAPI):
             if reasons & {"abort", "error"}:
                 raise ValueError("it aborted its answer")
             if answer is None:
-                logger.warning(
-                    "%s: an answer without text (content is null) counts as empty and is not stored: give more "
-                    "max_gen_toks, or start the server without a reasoning parser",
-                    name,
-                )
+                logger.warning("%s: an answer without text counts as empty and is not stored; more max_gen_toks?", name)
                 return "", {"is_answer": False}
             answer = answer.removeprefix(beginning if self.kind.repeats_beginning else "")
             text = postprocess_generated_text(answer, until, self.think_end_token)
@@ -565,9 +540,8 @@ class PrunedServerLM(PrunedLM, LocalCompletionsAPI):
                 return text, {}
             if "length" in reasons and count < length:
                 raise InputError(
-                    f"it ends its answer after {count} of {length} tokens, without an end token: its context is full, "
-                    f"or it has a limit of its own (llama.cpp: --predict); start it with a larger one, or give a "
-                    f"smaller max_length= or max_gen_toks"
+                    f"it ends its answer after {count} of {length} tokens: its context is full, or it has a limit of "
+                    f"its own (llama.cpp: --predict); start it with a larger one, or give a smaller max_gen_toks"
                 )
             return text, {"length": count, "cut_off": "length" in reasons}
 
@@ -593,8 +567,8 @@ class PrunedServerLM(PrunedLM, LocalCompletionsAPI):
                 accepted = sorted(self.kind.generation_settings)
                 source = "the model's own " if name not in settings else ""
                 raise InputError(
-                    f"{source}generation setting {name}={result[name]} cannot be sent to server={self.kind.name}"
-                    f"{did_you_mean(name, accepted)}; it takes {', '.join(accepted)}: change gen_kwargs"
+                    f"server={self.kind.name} does not take {source}generation setting {name}={result[name]}, only "
+                    f"{', '.join(accepted)}: change gen_kwargs"
                 )
         return result
 
@@ -651,7 +625,5 @@ def sampling_seed(seed: int, attempt: int) -> int:
 def log_probability(value: Any) -> float:
     """Return a value if it is a log-probability; `InputError` otherwise (NaN, infinite, null, text)."""
     if type(value) not in (int, float) or not -sys.float_info.max <= value <= MAX_LOG_PROBABILITY:
-        raise InputError(
-            f"a log-probability is {repr(value)[:40]}, not a number up to 0; does the model overflow in its type?"
-        )
+        raise InputError(f"a log-probability is {repr(value)[:40]}, not a number up to 0; does the model overflow?")
     return float(value)

@@ -137,25 +137,18 @@ class ServerKind:
     """vLLM, and the base class of other kinds of servers.
 
     All kinds answer `/v1/completions`, `/v1/chat/completions` and `/v1/models`.
-
-    Attributes:
-        name: value of `server=` in model_args.
-        scores_prompts: whether responses can include the log-probabilities of the prompt (for log-likelihoods).
-        echoes_model: whether responses name the variant that computed them.
-        adapter_list: path that lists the adapters; None where they are listed as models.
-        logprob_settings: settings that request the log-probabilities of generated tokens.
-        continuation: settings that continue the last message of a chat, if it is the beginning of the answer.
-        repeats_beginning: whether an answer that continues a message begins with it.
-        generation_settings: names of supported settings, as in lm-eval.
     """
 
-    name = "vllm"
-    scores_prompts = echoes_model = True
-    adapter_list: str | None = None
+    name = "vllm"  # value of `server=`
+    scores_prompts = True  # whether responses can include the log-probabilities of the prompt
+    echoes_model = True  # whether responses name the variant that computed them
+    adapter_list: str | None = None  # path that lists the adapters; None where they are listed as models
+    # settings that request the log-probabilities of generated tokens
     logprob_settings: ClassVar[Mapping[str, Any]] = {"logprobs": 1}
+    # settings that continue the last message of a chat, if it is the beginning of the answer
     continuation: ClassVar[Mapping[str, Any]] = {"add_generation_prompt": False, "continue_final_message": True}
-    repeats_beginning = False
-    generation_settings = frozenset(
+    repeats_beginning = False  # whether an answer that continues a message begins with it
+    generation_settings = frozenset(  # that it supports, in lm-eval's names
         {
             *("temperature", "top_k", "top_p", "min_p", "ignore_eos", "logit_bias", "min_tokens", "stop_token_ids"),
             *("repetition_penalty", "presence_penalty", "frequency_penalty"),
@@ -219,10 +212,7 @@ class LlamaCpp(ServerKind):
         is_composed = variant.heads and variant.name not in model.adapter_ids
         names = variant.heads if is_composed else (variant.name,) if variant.name else ()
         if missing := [name for name in names if name not in model.adapter_ids]:
-            raise InputError(
-                f"the server has no adapter {missing[0]} (it has {first_few(model.adapter_ids)}); export it, and start "
-                f"the server with it"
-            )
+            raise InputError(f"the server has no adapter {missing[0]}, only {first_few(model.adapter_ids)}; export it")
         scales = [{"id": number, "scale": int(name in names)} for name, number in model.adapter_ids.items()]
         return {"model": model.name, "lora": sorted(scales, key=lambda scale: scale["id"]), "cache_prompt": False}
 
@@ -285,13 +275,8 @@ def check_record(path: Path, identity: Any, dtype: str, signature: Signature, is
     Nothing that a server lists tells one training from another: a file can be replaced, and a path on another machine
     can hold other weights.
 
-    Args:
-        path: file with signatures.
-        identity: what is known of the model otherwise.
-        dtype: type in which the server computes, or an empty string.
-        signature: of the server's unpruned model.
-        is_empty: whether no answers are stored yet, so that a signature in the file does not count.
-        url: address of the server.
+    `identity` is what is known of the model otherwise, `dtype` the type in which the server computes, or empty,
+    `signature` that of its unpruned model. If no answers are stored (`is_empty`), one in the file does not count.
     """
     key, tolerance = digest(identity), TOLERANCES.get(dtype, TOLERANCE)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -303,10 +288,9 @@ def check_record(path: Path, identity: Any, dtype: str, signature: Signature, is
             write_artefact(path, SCHEMA, VERSION, {"signatures": {**signatures, key: signature}})
         elif (difference := distance(signatures[key], signature)) > tolerance:
             raise InputError(
-                f"{url} gives other log-probabilities than the server that gave the answers in {path.parent}: they "
-                f"differ by {difference:.2g}, more than the {tolerance:g} of rounding, so it has other weights or "
-                f"another type. Start it with the same model; for another one give another folder, or delete {path} "
-                f"if no answers are stored (probe=false leaves this check out)"
+                f"{url} has other weights or another type than the server that gave the answers in {path.parent}: "
+                f"log-probabilities differ by {difference:.2g}, more than the {tolerance:g} of rounding. For another "
+                f"model give another folder"
             )
 
 

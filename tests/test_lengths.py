@@ -10,12 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from lm_eval import simple_evaluate
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lmeval_prune.decoding import Engine, Request, SamplingParams
 from lmeval_prune.models.identity import Checkpoint
-from tests.conftest import task_manager
 from tests.test_pruned_hf import PROMPTS, model, request
 
 LONG = {"until": ["\x00"], "max_gen_toks": 12}
@@ -133,19 +131,3 @@ def test_an_end_token_is_no_cut(tiny_folder: Path) -> None:
         lm.generate_until(free)
         result.append(lm.lengths["free"])
     assert result[0] == result[1] == result[2] and result[0]["cut_off"] < 1 and result[0]["mean_tokens"] < 12
-
-
-@pytest.mark.parametrize("engine", ["generate", "batched"])
-def test_the_results_file_says_it(tiny_folder: Path, engine: str) -> None:
-    arguments = {"pretrained": str(tiny_folder), "dtype": "float64", "engine": engine}
-    results = simple_evaluate(
-        "pruned-hf",
-        arguments,
-        tasks=["prune_tiny_words"],
-        gen_kwargs={"max_gen_toks": 6},
-        limit=3,
-        device="cpu",
-        task_manager=task_manager(),
-    )
-    expected = {"answers": 3, "unknown": 0, "cut_off": 1.0, "mean_tokens": 6, "max_gen_toks": 6}
-    assert results["config"]["pruning"]["answers"] == {"prune_tiny_words": expected}

@@ -115,29 +115,19 @@ def test_batch_size_and_order_do_not_matter(tiny_folder: Path, kind: str) -> Non
                 assert actual[position] == pytest.approx(expected, abs=1e-9)
 
 
-def test_results_file_names_heads_and_artefact(tiny_folder: Path, tmp_path: Path) -> None:
-    attention = map_model(AutoModelForCausalLM.from_pretrained(tiny_folder))
-    HeadMask("L0H1").save(tmp_path / "mask.json", attention)
-    arguments = {
-        "pretrained": str(tiny_folder),
-        "mask": str(tmp_path / "mask.json"),
-        "heads": "L1H2-3",
-        "dtype": "float32",
-    }
-    results = simple_evaluate(
-        model="pruned-hf",
-        model_args=arguments,
-        tasks=["prune_tiny_choice"],
-        limit=3,
-        device="cpu",
-        task_manager=task_manager(),
-    )
+@pytest.mark.parametrize("engine", ["generate", "batched"])
+def test_results_file_names_heads_artefact_and_lengths(tiny_folder: Path, tmp_path: Path, engine: str) -> None:
+    HeadMask("L0H1").save(tmp_path / "mask.json", map_model(AutoModelForCausalLM.from_pretrained(tiny_folder)))
+    arguments = {"pretrained": str(tiny_folder), "mask": str(tmp_path / "mask.json"), "heads": "L1H2-3"}
+    settings = {"gen_kwargs": {"max_gen_toks": 6}, "limit": 3, "device": "cpu", "task_manager": task_manager()}
+    results = simple_evaluate("pruned-hf", {**arguments, "engine": engine}, tasks=["prune_tiny_words"], **settings)
     pruning = results["config"]["pruning"]
     assert pruning["heads"] == ["L0H1", "L1H2", "L1H3"]
     assert (pruning["heads_pruned"], pruning["heads_total"]) == (3, 8)
     assert len(pruning["mask_file_sha256"]) == 64 and pruning["mask_fingerprint"]
     assert results["config"]["model_args"]["heads"] == "L1H2-3"
-    json.dumps(pruning)
+    lengths = {"answers": 3, "unknown": 0, "cut_off": 1.0, "mean_tokens": 6, "max_gen_toks": 6}
+    assert pruning["answers"] == {"prune_tiny_words": lengths} and json.dumps(pruning)
 
 
 def test_close_undoes_the_pruning(tiny_folder: Path) -> None:

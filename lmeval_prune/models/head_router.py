@@ -16,11 +16,6 @@ DENSE = "dense"
 POLICIES = ("random", "random_top", "best", "oracle")  # values of `router=` besides folders
 
 
-def is_single_head(name: str) -> bool:
-    """Return whether an attempt has a single head pruned."""
-    return name != DENSE and "+" not in name
-
-
 def attempt_order(names: Iterable[str]) -> list[str]:
     """Sort unique names: dense, then heads by number, layer and head."""
     heads = {name: [] if name == DENSE else [Head.named(head) for head in head_names(name)] for name in names}

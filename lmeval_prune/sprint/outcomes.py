@@ -119,7 +119,7 @@ class Outcomes:
 
     @cached_property
     def lengths(self) -> dict[str, Any]:
-        """Return the lengths of all answers, as in `models/lengths.py`; empty if they are not known."""
+        """Return the lengths of all answers, as `Lengths`; empty if they are not known."""
         if self.tokens is None or self.cut is None:
             return {}
         endings: dict[str, list[Ending | None]] = defaultdict(list)

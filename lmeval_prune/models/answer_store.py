@@ -127,7 +127,7 @@ class AnswerStore:
         path: the file of this process.
         responses: response by key.
         endings: ending of the answer by key, if stored.
-        versions: versions of the code by request (a digest, see `look_up`).
+        versions: versions of the code by request (a digest, see `answer_requests`).
     """
 
     def __init__(self, folder: str | os.PathLike[str], rank: int | None = 0) -> None:
@@ -330,7 +330,27 @@ def answer_requests(
         Responses in the order of `requests`, and their keys.
     """
     repeats = repeat_indices(requests)
-    keys, new_columns = look_up(store, requests, repeats, kind, key_parts)
+    keys: list[str] = []
+    new_columns: dict[str, dict[str, Any]] = {}  # of answers that are not stored, by key
+    outdated = 0
+    prompts: dict[int, str] = {}  # digests by request: its repeats are the same object
+    for request, repeat in zip(requests, repeats, strict=True):
+        parts, head = key_parts(request, repeat)
+        versions = parts.pop("versions")
+        request_digest = digest({"kind": kind, **parts})
+        key = digest([request_digest, versions])
+        keys.append(key)
+        if key in store.responses or key in new_columns:
+            continue
+        if id(request) not in prompts:
+            prompts[id(request)] = digest(request.args[0])
+        new_columns[key] = {"request": request_digest, "versions": versions, "kind": kind, "task": request.task_name}
+        new_columns[key] |= {"prompt": prompts[id(request)], "head": head}
+        outdated += store.versions.get(request_digest, versions) != versions
+    if outdated:
+        logger.warning("%d stored answers were made by other versions of the code; they are not used", outdated)
+    if stored := sum(key in store.responses for key in keys):
+        logger.info("%d of %d answers found in %s", stored, len(requests), store.folder)
     first: dict[str, int] = {}
     for index, key in enumerate(keys):
         first.setdefault(key, index)
@@ -353,31 +373,3 @@ def answer_requests(
             add(key, response)
     responses = [store.responses[key] for key in keys]
     return [tuple(response) if isinstance(response, list) else response for response in responses], keys
-
-
-def look_up(
-    store: AnswerStore, requests: Sequence[Any], repeats: Sequence[int], kind: str, key_parts: KeyParts
-) -> tuple[list[str], dict[str, dict[str, Any]]]:
-    """Return the requests' keys, and the columns of answers that are not stored by key."""
-    keys: list[str] = []
-    columns: dict[str, dict[str, Any]] = {}
-    outdated = 0
-    prompts: dict[int, str] = {}  # digests by request: its repeats are the same object
-    for request, repeat in zip(requests, repeats, strict=True):
-        parts, head = key_parts(request, repeat)
-        versions = parts.pop("versions")
-        request_digest = digest({"kind": kind, **parts})
-        key = digest([request_digest, versions])
-        keys.append(key)
-        if key in store.responses or key in columns:
-            continue
-        if id(request) not in prompts:
-            prompts[id(request)] = digest(request.args[0])
-        columns[key] = {"request": request_digest, "versions": versions, "kind": kind, "task": request.task_name}
-        columns[key] |= {"prompt": prompts[id(request)], "head": head}
-        outdated += store.versions.get(request_digest, versions) != versions
-    if outdated:
-        logger.warning("%d stored answers were made by other versions of the code; they are not used", outdated)
-    if stored := sum(key in store.responses for key in keys):
-        logger.info("%d of %d answers found in %s", stored, len(requests), store.folder)
-    return keys, columns

@@ -29,7 +29,6 @@ from lmeval_prune.models.answer_store import (
     PendingRequests,
     answer_requests,
     cut_off_note,
-    look_up,
     merge_lengths,
     read_answers,
     repeat_indices,
@@ -193,8 +192,8 @@ class PrunedLM(AnsweringLM):
         """Return the records of answered requests in the store, with the tokens that the engine generated."""
         assert self.store
         parts = self.key_parts(kind, {DENSE: None})
-        keys, _ = look_up(
-            self.store, requests, repeat_indices(requests), kind, lambda request, repeat: parts(request, repeat, DENSE)
+        _, keys = answer_requests(
+            self.store, requests, kind, lambda request, repeat: parts(request, repeat, DENSE), lambda pending: []
         )
         records = {record["key"]: record for record in read_answers(self.store.folder)}
         return [records[key] for key in keys]

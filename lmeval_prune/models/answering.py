@@ -302,7 +302,7 @@ def compute_in_parts(
     hook; default `pending.answered`.
     """
     others = sorted({*range(len(pending.requests))} - {*grouped})
-    parts = [others[start : start + size] for start in range(0, len(others), size)]
+    parts = [others[start : start + size] for start in range(0, len(others), size or 1)]
     first_group = len(parts)
     parts += [list(grouped[start : start + group_size]) for start in range(0, len(grouped), group_size)]
     responses: dict[int, Any] = {}

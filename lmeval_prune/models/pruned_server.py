@@ -10,10 +10,8 @@ import asyncio
 import json
 import logging
 import ssl
-import sys
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import combinations
 from pathlib import Path
@@ -48,25 +46,24 @@ from lmeval_prune.models.head_router import DENSE
 from lmeval_prune.models.identity import SERVED_ANSWERING, Checkpoint, code_versions, tokenizer_fingerprint
 from lmeval_prune.models.servers import (
     KINDS,
+    NO_EFFECT,
     RECORD,
+    SAMPLING_DEFAULTS,
     SERVER_OPTIONS,
     UNPRUNED,
+    Request,
     ServedModel,
     ServedVariant,
     ServerOptions,
     Signature,
     check_record,
     distance,
+    log_probability,
+    sampling_seed,
 )
 
 logger = logging.getLogger(__name__)
-SAMPLING_DEFAULTS = {"temperature": 1.0, "top_k": 50, "top_p": 1.0, "min_p": 0.0}  # of `hf`
-NO_EFFECT = {
-    **{"num_beams": 1, "num_return_sequences": 1, "repetition_penalty": 1.0, "no_repeat_ngram_size": 0},
-    **{"renormalize_logits": True, "remove_invalid_values": True},
-}
 AT_ONCE = 8192  # requests that are handed to lm-eval in one call
-MAX_LOG_PROBABILITY = 0.01  # rounding can make a log-probability slightly positive
 PROBE_TEXT = (
     "A baker sells 12 rolls at 30 cents each and 5 loaves at 2.50 each. First she adds up what the rolls bring in, "
     "then the loaves, and writes both numbers into her green book. Why does she need the sum?"
@@ -78,20 +75,6 @@ _API_OPTIONS = (
     *("header", "verify_certificate", "max_gen_toks", "num_concurrent", "max_retries", "timeout"),
 )
 _ANSWER_OPTIONS = ("max_gen_toks", "add_bos_token", "eos_string", "custom_prefix_token_id", "think_end_token")
-
-
-@dataclass(eq=False)
-class Request:
-    """A request to the server."""
-
-    name: str  # for messages
-    variant: ServedVariant
-    payload: Callable[[], dict[str, Any]]  # builds the body, without the fields that name the variant
-    parse: Callable[[dict[str, Any]], Any]  # extracts the result; `InputError` if another answer would be the same
-    done: Callable[[Any], None] = lambda result: None  # called with the result as soon as it arrives
-    result: Any = None
-    failures: int = 0
-    error: Any = None  # of the last failure, if the request is given up
 
 
 class PrunedServerLM(PrunedLM, LocalCompletionsAPI):
@@ -615,15 +598,3 @@ class PrunedServerChatLM(PrunedServerLM):
     def chat_template(self, chat_template: bool | str = False) -> str | None:
         """Return an empty text: only the server knows the template."""
         return ""
-
-
-def sampling_seed(seed: int, attempt: int) -> int:
-    """Return the seed of an attempt; runs with neighbouring seeds draw differently."""
-    return int(digest([seed, attempt]), 16) & 0x7FFFFFFF
-
-
-def log_probability(value: Any) -> float:
-    """Return a value if it is a log-probability; `InputError` otherwise (NaN, infinite, null, text)."""
-    if type(value) not in (int, float) or not -sys.float_info.max <= value <= MAX_LOG_PROBABILITY:
-        raise InputError(f"a log-probability is {repr(value)[:40]}, not a number up to 0; does the model overflow?")
-    return float(value)

@@ -1,4 +1,4 @@
-"""Kinds of servers, the options of `pruned-server`, and the record by which a served model is known again.
+"""Kinds of servers, options and requests of `pruned-server`, and the record by which a served model is known again.
 
 A served variant is the base model with an adapter that prunes heads (`lmeval-prune export adapter`).
 """
@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -253,6 +254,42 @@ class LlamaCpp(ServerKind):
 
 
 KINDS: dict[str, ServerKind] = {kind.name: kind for kind in (ServerKind(), SGLang(), LlamaCpp())}
+
+
+# ---------------------------------------------------------------------- requests
+
+SAMPLING_DEFAULTS = {"temperature": 1.0, "top_k": 50, "top_p": 1.0, "min_p": 0.0}  # of `hf`
+NO_EFFECT = {
+    **{"num_beams": 1, "num_return_sequences": 1, "repetition_penalty": 1.0, "no_repeat_ngram_size": 0},
+    **{"renormalize_logits": True, "remove_invalid_values": True},
+}
+MAX_LOG_PROBABILITY = 0.01  # rounding can make a log-probability slightly positive
+
+
+@dataclass(eq=False)
+class Request:
+    """A request to the server."""
+
+    name: str  # for messages
+    variant: ServedVariant
+    payload: Callable[[], dict[str, Any]]  # builds the body, without the fields that name the variant
+    parse: Callable[[dict[str, Any]], Any]  # extracts the result; `InputError` if another answer would be the same
+    done: Callable[[Any], None] = lambda result: None  # called with the result as soon as it arrives
+    result: Any = None
+    failures: int = 0
+    error: Any = None  # of the last failure, if the request is given up
+
+
+def sampling_seed(seed: int, attempt: int) -> int:
+    """Return the seed of an attempt; runs with neighbouring seeds draw differently."""
+    return int(digest([seed, attempt]), 16) & 0x7FFFFFFF
+
+
+def log_probability(value: Any) -> float:
+    """Return a value if it is a log-probability; `InputError` otherwise (NaN, infinite, null, text)."""
+    if type(value) not in (int, float) or not -sys.float_info.max <= value <= MAX_LOG_PROBABILITY:
+        raise InputError(f"a log-probability is {repr(value)[:40]}, not a number up to 0; does the model overflow?")
+    return float(value)
 
 
 # ---------------------------------------------------------------------- record

@@ -40,7 +40,7 @@ from lmeval_prune.decoding import Engine, Schedule, attention
 from lmeval_prune.decoding.prefixes import common_prefixes
 from lmeval_prune.interventions import HeadMask
 from lmeval_prune.models import generation
-from lmeval_prune.models.likelihood import loglikelihoods
+from lmeval_prune.models.generation import loglikelihoods
 from lmeval_prune.tasks import compat, data
 
 SWEEP = ["L5H0", "L5H4", "L10H1", "L10H6", "L15H2", "L15H7", "L20H3", "L25H5"]

@@ -199,20 +199,22 @@ def read_tensors(path: PathLike, sha256: str | None = None) -> dict[str, Any]:
     return tensors
 
 
-def read_table(path: PathLike, remedy: str, columns: list[str] | None = None, schema: Any = None) -> Any:
-    """Read and validate a parquet file as an Arrow table, cast to a `schema`; `InputError` if it is damaged."""
+def read_table(path: PathLike, schema: Any = None, remedy: str = "the store is damaged") -> Any:
+    """Read and validate a parquet file as an Arrow table; `InputError` if it is damaged.
+
+    A `schema` selects and casts columns; a missing file is then an empty table.
+    """
     import pyarrow as pa
     from pyarrow import parquet
 
     try:
-        table = parquet.read_table(path, columns=None if schema else columns)
+        table = parquet.read_table(path)
         table.validate(full=True)  # finds texts that are not UTF-8, too
-        if schema is None:
-            return table
-        columns = columns or schema.names
-        return table.select(columns).cast(pa.schema([schema.field(name) for name in columns]))
+        return table if schema is None else table.select(schema.names).cast(schema)
     except FileNotFoundError:
-        raise
+        if schema is None:
+            raise
+        return schema.empty_table()
     except (OSError, KeyError, UnicodeDecodeError, pa.ArrowException) as error:
         raise InputError(f"{path} cannot be read ({first_line(error)}); {remedy}") from None
 
@@ -375,6 +377,14 @@ def write_bytes(path: PathLike, content: bytes) -> None:
     """Write a file atomically: readers see the complete old content or the complete new content."""
     with new_file(path) as temporary, report_write_errors(path):
         temporary.write_bytes(content)
+
+
+def write_table(path: PathLike, table: Any) -> None:
+    """Write an Arrow table as a parquet file atomically."""
+    from pyarrow import parquet
+
+    with new_file(path) as temporary, report_write_errors(path):
+        parquet.write_table(table, temporary, compression="zstd", row_group_size=16384)
 
 
 def check_writable(path: PathLike, folder: bool = False) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from lmeval_prune.architectures import ModelMap
-from lmeval_prune.models.attempts import DENSE
+from lmeval_prune.models.head_router import DENSE
 from lmeval_prune.sprint.outcomes import OutcomeStore
 
 

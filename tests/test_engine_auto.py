@@ -15,7 +15,7 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 from lmeval_prune import InputError
 from lmeval_prune.architectures import FAMILIES
 from lmeval_prune.decoding import Engine
-from lmeval_prune.models import engine_choice
+from lmeval_prune.models import hf
 from lmeval_prune.models.answer_store import read_answers
 from lmeval_prune.models.arguments import Arguments
 from lmeval_prune.models.pruned_hf import PrunedHFLM
@@ -42,7 +42,7 @@ BY_HF: list[dict[str, Any]] = [
 
 @pytest.fixture(autouse=True)
 def few_requests_are_enough(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_choice, "AUTO_MIN_REQUESTS", 1)
+    monkeypatch.setattr(hf, "AUTO_MIN_REQUESTS", 1)
 
 
 def mixed() -> list[Instance]:
@@ -89,7 +89,7 @@ def test_requests_with_several_settings_are_answered_as_by_hf(
         lm, texts = run(tiny_folder, mixed(), heads=heads, **named, **where)
         rows = list(read_answers(Path(where["responses"]))) if stored else []
         kept = {row["key"]: (row["response"], row["length"], row["cut_off"]) for row in rows}
-        outcomes[engine] = texts, lm.cache_hook.seen, lm.answering.lengths, kept
+        outcomes[engine] = texts, lm.cache_hook.seen, lm.lengths, kept
     assert outcomes[None] == outcomes["generate"] and len(set(texts)) > 10
     assert lm.engine and lm.engine.statistics.answers == 3 * len(GREEDY)
 
@@ -172,7 +172,7 @@ def test_a_family_without_tests_is_checked_beyond_its_window(
     tokenizer = AutoTokenizer.from_pretrained(tiny_folder)
     lm = PrunedHFLM(network, tokenizer=tokenizer)
     request = compat.request("generate_until", ("x", dict(GREEDY[0])), "t", 0)
-    assert lm.engine_choice.by_engine([request]) == []
+    assert lm.by_engine([request]) == []
 
 
 def test_every_family_of_the_table_is_compared_with_generate() -> None:
@@ -193,7 +193,7 @@ def test_hf_answers_where_memory_is_too_small(
     requests = [compat.request("generate_until", (text, dict(setting)), "t", i) for i, text in enumerate(PROMPTS)]
     tokenizer = AutoTokenizer.from_pretrained(tiny_folder)
     slot = (max(len(tokenizer.encode(text)) for text in PROMPTS) + 10) * 2 * 2 * 8 * 2 * 8
-    monkeypatch.setattr(engine_choice, "available_memory", lambda _: int(slots * slot))
+    monkeypatch.setattr(hf, "available_memory", lambda _: int(slots * slot))
     lm, texts = run(tiny_folder, requests, batch_size=size)
     assert texts == run(tiny_folder, requests, batch_size=1, engine="generate")[1]
     assert lm.engine and lm.engine.statistics.answers == by_engine
@@ -223,10 +223,10 @@ def test_a_rank_without_requests_for_hf_runs_one_with_the_others(
     greedy = [request for request in mixed() if request.args[1] in GREEDY]
     lm = model(tiny_folder)
     expected = lm.generate_until(greedy)
-    lengths = lm.answering.lengths
+    lengths = lm.lengths
     assert not ran
     lm.any_rank = lambda _: True
-    assert lm.generate_until(greedy) == expected and ran == [1] and lm.answering.lengths == lengths
+    assert lm.generate_until(greedy) == expected and ran == [1] and lm.lengths == lengths
 
 
 # --------------------------------------------------------------------------- lm-eval's command line
@@ -265,8 +265,8 @@ def evaluated(folder: Path, cwd: Path, name: str, words: tuple[str, ...] = (), r
 
 SCRIPT = """
 from lm_eval.__main__ import cli_evaluate
-from lmeval_prune.models import engine_choice
-engine_choice.AUTO_MIN_REQUESTS = 1
+from lmeval_prune.models import hf
+hf.AUTO_MIN_REQUESTS = 1
 cli_evaluate()
 """
 UNTIL = json.dumps({"until": ["e", "th"], "max_gen_toks": 40})

@@ -311,7 +311,7 @@ def test_a_run_that_is_killed_resumes(
     again = pruned_hf(tiny_folder, engine="batched", responses=str(tmp_path / "s"))
     responses = getattr(again, kind)(instances(kind))
     assert_close(kind, responses, whole)
-    assert len(again.answering.store.responses) == len({request.args for request in instances(kind)})
+    assert len(again.store.responses) == len({request.args for request in instances(kind)})
     again.close()
 
 
@@ -329,9 +329,9 @@ def test_masks_are_answered_ahead(tiny_folder: Path, tmp_path: Path, kind: str) 
         expected = getattr(pruned_hf(tiny_folder, heads=head), kind)(instances(kind))
         for engine in ("batched", "generate"):
             again = pruned_hf(tiny_folder, heads=head, engine=engine, responses=str(tmp_path / "s"), batch_size=1)
-            before = len(again.answering.store.responses)
+            before = len(again.store.responses)
             assert_close(kind, getattr(again, kind)(instances(kind)), expected)
-            assert len(again.answering.store.responses) == before
+            assert len(again.store.responses) == before
             again.close()
 
 

@@ -10,13 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from lm_eval import simple_evaluate
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lmeval_prune.decoding import Engine, Request, SamplingParams
-from lmeval_prune.models.checkpoint import Checkpoint
-from lmeval_prune.models.engine_choice import EngineChoice
-from tests.conftest import task_manager
+from lmeval_prune.models.identity import Checkpoint
 from tests.test_pruned_hf import PROMPTS, model, request
 
 LONG = {"until": ["\x00"], "max_gen_toks": 12}
@@ -53,7 +50,7 @@ def test_the_limit_is_the_tasks_by_any_name(tiny_folder: Path, tmp_path: Path, e
     for source in (other, folder):
         lm = model(source, engine=engine)
         requests = [request("generate_until", (p, {"until": ["\x00"], name: 12}), i) for i, p in enumerate(PROMPTS)]
-        results.append((lm.generate_until(requests), lm.answering.lengths["toy"], lm.identity["generation_config"]))
+        results.append((lm.generate_until(requests), lm.lengths["toy"], lm.identity["generation_config"]))
     digests = {Checkpoint({"pretrained": str(path)}).generation_digest for path in (other, folder)}
     assert results[0][:2] == results[1][:2] and results[0][1]["mean_tokens"] == results[0][1]["max_gen_toks"] == 12
     assert "max_new_tokens" not in results[1][2] and len(digests) == 1
@@ -65,7 +62,7 @@ def test_end_tokens_of_the_task_end_an_answer(tiny_folder: Path, engine: str) ->
     lm = model(tiny_folder, engine=engine)
     settings = {**LONG, "eos_token_id": ends}
     lm.generate_until([request("generate_until", (p, settings), i) for i, p in enumerate(PROMPTS)])
-    assert lm.answering.lengths["toy"]["cut_off"] == 0 and lm.answering.lengths["toy"]["mean_tokens"] <= 4
+    assert lm.lengths["toy"]["cut_off"] == 0 and lm.lengths["toy"]["mean_tokens"] <= 4
 
 
 @pytest.mark.parametrize("arguments", [{"batch_size": 1}, {"batch_size": 3}, {"engine": "batched"}], ids=str)
@@ -81,7 +78,7 @@ def test_every_path_counts_the_same(tiny_folder: Path, tmp_path: Path, arguments
     for _ in range(1 + stored):  # the second time from the store
         lm = model(tiny_folder, **settings)
         lm.generate_until(instances(stop))
-        free, ends = lm.answering.lengths["free"], lm.answering.lengths["ends"]
+        free, ends = lm.lengths["free"], lm.lengths["ends"]
         assert free == {"answers": len(PROMPTS), "unknown": 0, "cut_off": 1.0, "mean_tokens": 12, "max_gen_toks": 12}
         assert ends["mean_tokens"] == sum(expected) / len(expected)
         assert ends["cut_off"] == sum(token not in text for text in texts) / len(texts) < 1
@@ -101,7 +98,7 @@ def test_stop_texts_end_an_answer_after_its_thought(
     settings = {"until": [stop], "max_gen_toks": 12}
     requests = [request("generate_until", (p, settings), i, task=str(i)) for i, p in enumerate(PROMPTS)]
     assert lm.generate_until(requests)[2] == tokenizer.decode(tokens[10:length])
-    assert lm.answering.lengths["2"]["mean_tokens"] == length
+    assert lm.lengths["2"]["mean_tokens"] == length
 
 
 @pytest.mark.parametrize("arguments", [{"batch_size": 1}, {"batch_size": 3}, {"engine": "batched"}], ids=str)
@@ -110,7 +107,7 @@ def test_stop_texts_of_the_model_end_an_answer(tiny_folder: Path, arguments: dic
     lm = model(tiny_folder, **arguments)
     lm.model.generation_config.stop_strings = ["j"]
     assert lm.generate_until(instances("\x00"))[2] == "||j"
-    assert lm.answering.lengths["free"]["mean_tokens"] == (4 * 12 + 3) / 5
+    assert lm.lengths["free"]["mean_tokens"] == (4 * 12 + 3) / 5
 
 
 def test_a_limit_that_counts_the_prompt_is_not_reported_as_one_of_answers(tiny_folder: Path) -> None:
@@ -118,7 +115,7 @@ def test_a_limit_that_counts_the_prompt_is_not_reported_as_one_of_answers(tiny_f
     lm = model(tiny_folder, engine="generate", batch_size=1)
     lm.generate_until([request("generate_until", (p, {**LONG, "max_length": 50}), i) for i, p in enumerate(PROMPTS)])
     room = [50 - len(lm.tok_encode(prompt)) for prompt in PROMPTS]
-    lengths = lm.answering.lengths["toy"]
+    lengths = lm.lengths["toy"]
     assert lengths["mean_tokens"] == sum(room) / len(room) and lengths["max_gen_toks"] is None
 
 
@@ -130,23 +127,7 @@ def test_an_end_token_is_no_cut(tiny_folder: Path) -> None:
         lm = model(tiny_folder, **arguments)
         lm.model.generation_config.eos_token_id = [2, decoded(tiny_folder)[0][4]]
         lm.__dict__.pop("_stopping", None)
-        lm.engine_choice = EngineChoice(lm)
+        lm.choose_engine()
         lm.generate_until(free)
-        result.append(lm.answering.lengths["free"])
+        result.append(lm.lengths["free"])
     assert result[0] == result[1] == result[2] and result[0]["cut_off"] < 1 and result[0]["mean_tokens"] < 12
-
-
-@pytest.mark.parametrize("engine", ["generate", "batched"])
-def test_the_results_file_says_it(tiny_folder: Path, engine: str) -> None:
-    arguments = {"pretrained": str(tiny_folder), "dtype": "float64", "engine": engine}
-    results = simple_evaluate(
-        "pruned-hf",
-        arguments,
-        tasks=["prune_tiny_words"],
-        gen_kwargs={"max_gen_toks": 6},
-        limit=3,
-        device="cpu",
-        task_manager=task_manager(),
-    )
-    expected = {"answers": 3, "unknown": 0, "cut_off": 1.0, "mean_tokens": 6, "max_gen_toks": 6}
-    assert results["config"]["pruning"]["answers"] == {"prune_tiny_words": expected}

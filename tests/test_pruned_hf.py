@@ -19,8 +19,7 @@ from lmeval_prune.architectures import weights_fingerprint
 from lmeval_prune.interventions import interventions_on
 from lmeval_prune.models.answer_store import read_answers
 from lmeval_prune.models.arguments import Arguments
-from lmeval_prune.models.checkpoint import Checkpoint
-from lmeval_prune.models.identity import ModelIdentity
+from lmeval_prune.models.identity import Checkpoint
 from lmeval_prune.models.pruned_hf import PrunedHFLM
 from lmeval_prune.tasks import compat
 from tests.conftest import task_manager
@@ -116,29 +115,19 @@ def test_batch_size_and_order_do_not_matter(tiny_folder: Path, kind: str) -> Non
                 assert actual[position] == pytest.approx(expected, abs=1e-9)
 
 
-def test_results_file_names_heads_and_artefact(tiny_folder: Path, tmp_path: Path) -> None:
-    attention = map_model(AutoModelForCausalLM.from_pretrained(tiny_folder))
-    HeadMask("L0H1").save(tmp_path / "mask.json", attention)
-    arguments = {
-        "pretrained": str(tiny_folder),
-        "mask": str(tmp_path / "mask.json"),
-        "heads": "L1H2-3",
-        "dtype": "float32",
-    }
-    results = simple_evaluate(
-        model="pruned-hf",
-        model_args=arguments,
-        tasks=["prune_tiny_choice"],
-        limit=3,
-        device="cpu",
-        task_manager=task_manager(),
-    )
+@pytest.mark.parametrize("engine", ["generate", "batched"])
+def test_results_file_names_heads_artefact_and_lengths(tiny_folder: Path, tmp_path: Path, engine: str) -> None:
+    HeadMask("L0H1").save(tmp_path / "mask.json", map_model(AutoModelForCausalLM.from_pretrained(tiny_folder)))
+    arguments = {"pretrained": str(tiny_folder), "mask": str(tmp_path / "mask.json"), "heads": "L1H2-3"}
+    settings = {"gen_kwargs": {"max_gen_toks": 6}, "limit": 3, "device": "cpu", "task_manager": task_manager()}
+    results = simple_evaluate("pruned-hf", {**arguments, "engine": engine}, tasks=["prune_tiny_words"], **settings)
     pruning = results["config"]["pruning"]
     assert pruning["heads"] == ["L0H1", "L1H2", "L1H3"]
     assert (pruning["heads_pruned"], pruning["heads_total"]) == (3, 8)
     assert len(pruning["mask_file_sha256"]) == 64 and pruning["mask_fingerprint"]
     assert results["config"]["model_args"]["heads"] == "L1H2-3"
-    json.dumps(pruning)
+    lengths = {"answers": 3, "unknown": 0, "cut_off": 1.0, "mean_tokens": 6, "max_gen_toks": 6}
+    assert pruning["answers"] == {"prune_tiny_words": lengths} and json.dumps(pruning)
 
 
 def test_close_undoes_the_pruning(tiny_folder: Path) -> None:
@@ -269,7 +258,7 @@ def test_what_a_tokenizer_truncates_to_is_part_of_the_identity(
             lm.generate_until([request("generate_until", (p * 3, gen_kwargs), i) for i, p in enumerate(PROMPTS)])
         )
         loading = Arguments.of({"pretrained": str(folder), **arguments}).loading
-        identities.append((lm.identity["arguments"], ModelIdentity.of_checkpoint(Checkpoint(loading)).arguments))
+        identities.append((lm.identity["arguments"], Checkpoint(loading).identity()["arguments"]))
     (loaded, checkpoint), (other_loaded, other_checkpoint) = identities
     assert texts[0] != texts[1] and loaded != other_loaded and checkpoint != other_checkpoint
 
@@ -279,10 +268,8 @@ def test_a_checkpoint_in_a_subfolder_is_the_one_that_is_loaded(tiny_folder: Path
     tiny("gpt2", vocab_size=259).save_pretrained(tmp_path / "half")
     arguments = {"dtype": "float32", "device": "cpu"}
     inner = {**arguments, "pretrained": str(tmp_path / "half"), "subfolder": "small"}
-    identity = ModelIdentity.of_checkpoint(Checkpoint(Arguments.of(inner).loading))
-    direct = ModelIdentity.of_checkpoint(
-        Checkpoint(Arguments.of({**arguments, "pretrained": str(tiny_folder)}).loading)
-    )
+    identity = Checkpoint(Arguments.of(inner).loading).identity()
+    direct = Checkpoint(Arguments.of({**arguments, "pretrained": str(tiny_folder)}).loading).identity()
     assert identity == direct
     assert PrunedHFLM(**inner).weights == PrunedHFLM(str(tiny_folder), **arguments).weights
     with pytest.raises(InputError, match="missing"):
@@ -360,7 +347,7 @@ def test_a_model_that_is_built_before_an_evaluation_samples_by_the_seed_of_the_e
     torch.manual_seed(2)
     after = model(tiny_folder, **arguments)
     assert texts(after, 2) == by_seed[1]
-    assert len(after.answering.store.responses) == 2 * len(PROMPTS)  # the command finds the stored answers
+    assert len(after.store.responses) == 2 * len(PROMPTS)  # the command finds the stored answers
 
 
 def test_sampled_repeats_on_the_engine_resume_with_the_same_texts(tiny_folder: Path, tmp_path: Path) -> None:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import shutil
-import signal
 import time
 from collections import Counter
 from pathlib import Path
@@ -17,11 +15,10 @@ from lm_eval import simple_evaluate
 from lm_eval.models.api_models import JsonChatStr
 
 from lmeval_prune import InputError
-from lmeval_prune.models.answer_store import AnswerStore, read_answers
+from lmeval_prune.models.answer_store import read_answers
 from lmeval_prune.models.pruned_hf import PrunedHFLM
 from lmeval_prune.models.pruned_server import PrunedServerChatLM, PrunedServerLM, log_probability, sampling_seed
 from tests.conftest import task_manager
-from tests.kills import killing_after
 from tests.stub_server import Stub
 from tests.test_pruned_hf import request, requests
 
@@ -118,7 +115,7 @@ def test_a_request_that_never_works_does_not_keep_the_others_back(tiny_folder: P
             )
             with pytest.raises(InputError):
                 lm.generate_until(instances)
-            assert len(lm.answering.store.responses) == 5
+            assert len(lm.store.responses) == 5
             assert sum(payload["prompt"] == poison for payload in stub.payloads) == times
             lm.close()
 
@@ -143,40 +140,6 @@ def test_a_server_that_was_started_again_works_on(tiny_folder: Path, routed: lis
         assert evaluate(lm) == routed
     assert len(revived[0].payloads) == 12 - 4
     revived[0].die()
-
-
-def test_all_servers_die_for_good_and_another_run_goes_on(tiny_folder: Path, routed: list[Any], tmp_path: Path) -> None:
-    with Stub(tiny_folder, HEADS) as stub:
-        lm = served(tiny_folder, stub, **ROUTED, responses=str(tmp_path / "r"), num_concurrent=1)
-        first = len(stub.payloads)
-        stub.fault = lambda number, payload: "die" if number == first + 5 else None
-        with pytest.raises(InputError):
-            evaluate(lm)
-        lm.close()
-    with Stub(tiny_folder, HEADS) as stub:
-        lm = served(tiny_folder, stub, **ROUTED, responses=str(tmp_path / "r"), probe=False)
-        assert evaluate(lm) == routed
-        assert len(stub.payloads) == 12 - 5
-        lm.close()
-
-
-def test_it_can_be_killed_and_goes_on(tiny_folder: Path, routed: list[Any], tmp_path: Path) -> None:
-    with Stub(tiny_folder, HEADS) as stub:
-        child = os.fork()
-        if child == 0:
-            try:
-                AnswerStore.add = killing_after(7)(AnswerStore.add)
-                options = {"responses": str(tmp_path / "r"), "probe": False, "num_concurrent": 1}
-                evaluate(served(tiny_folder, stub, **ROUTED, **options))
-            finally:
-                os._exit(0)
-        _, status = os.waitpid(child, 0)
-        assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
-        before = len(stub.payloads)
-        lm = served(tiny_folder, stub, **ROUTED, responses=str(tmp_path / "r"), probe=False)
-        assert evaluate(lm) == routed
-        assert len(stub.payloads) - before == 12 - 7
-        lm.close()
 
 
 def test_every_sampled_try_has_a_seed_of_its_own(tiny_folder: Path, tmp_path: Path) -> None:
@@ -375,7 +338,7 @@ def test_log_probabilities_that_are_none_are_no_answers(
         stub.spoil = spoil
         with pytest.raises(InputError):
             getattr(lm, kind)(instances)
-        assert len(stub.payloads) == 2 and len(lm.answering.store.responses) == 1
+        assert len(stub.payloads) == 2 and len(lm.store.responses) == 1
         lm.close()
 
 
@@ -402,33 +365,21 @@ def test_a_chat_that_ends_with_the_beginning_of_the_answer_is_continued(tiny_fol
         assert chat.generate_until([text(context)]) == expected
 
 
-def test_llama_cpp_started_again_with_its_adapters_in_another_order_is_not_asked(tiny_folder: Path) -> None:
-    with Stub(tiny_folder, HEADS, "llamacpp") as stub:
+@pytest.mark.parametrize(("kind", "failure"), [("vllm", "500"), ("llamacpp", "cut")])
+def test_another_model_or_order_of_adapters_in_the_place_of_a_server_is_not_asked(
+    tiny_folder: Path, kind: str, failure: str
+) -> None:
+    with Stub(tiny_folder, HEADS, kind) as stub:
         lm = served(tiny_folder, stub, heads="L0H1", num_concurrent=1, probe=False)
 
-        def fault(number: int, payload: dict) -> str | None:
-            stub.adapters = ("L0H0", "L0H3", "L0H2", "L0H1", "L1H2")
-            return "cut"
+        def fault(number: int, payload: dict) -> str:
+            stub.adapters, stub.root = ("L0H0", "L0H3", "L0H2", "L0H1", "L1H2"), "another"
+            return failure
 
         stub.fault = fault
-        with pytest.raises(InputError):
-            lm.generate_until([text("a b"), text("c d", 1)])
-        with pytest.raises(InputError):
-            lm.generate_until([text("e f", 2)])
-        assert len(stub.payloads) == 1
-
-
-def test_another_model_in_the_place_of_a_server_is_not_asked(tiny_folder: Path) -> None:
-    with Stub(tiny_folder) as stub:
-        lm = served(tiny_folder, stub, probe=False, num_concurrent=1)
-
-        def fault(number: int, payload: dict) -> str | None:
-            stub.models = lambda: {"data": [{"id": "tiny", "root": "another", "parent": None}]}  # type: ignore[method-assign]
-            return "500" if number == 0 else None
-
-        stub.fault = fault
-        with pytest.raises(InputError):
-            lm.generate_until([text("a b")])
+        for contexts in (("a b", "c d"), ("e f",)):
+            with pytest.raises(InputError):
+                lm.generate_until([text(context, number) for number, context in enumerate(contexts)])
         assert len(stub.payloads) == 1
 
 

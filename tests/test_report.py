@@ -13,7 +13,7 @@ import pytest
 from lmeval_prune import InputError
 from lmeval_prune.artefacts import digest
 from lmeval_prune.cli import main
-from lmeval_prune.models.attempts import DENSE
+from lmeval_prune.models.head_router import DENSE
 from lmeval_prune.sprint import curves, report
 from lmeval_prune.sprint import router as policies
 from lmeval_prune.sprint.fit import fit

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lmeval_prune import HeadMask, InputError, RowMasks
 from lmeval_prune.interventions import Plan, interventions_on
-from lmeval_prune.models import answering, identity
+from lmeval_prune.models import hf, identity
 from lmeval_prune.models.answer_store import AnswerStore
 from lmeval_prune.models.pruned_hf import PrunedHFLM
 from lmeval_prune.tasks import compat
@@ -31,7 +31,7 @@ def test_a_stopped_run_goes_on_where_it_was(tiny_folder: Path, tmp_path: Path, k
     arguments = {"heads": HEADS, "batch_size": 1, "engine": "generate"}
     expected = getattr(model(tiny_folder, **arguments), kind)(requests(kind))
     stopped = model(tiny_folder, **arguments, responses=str(tmp_path / "store"))
-    add, count = stopped.answering.store.add, 0
+    add, count = stopped.store.add, 0
 
     def add_two(*arguments) -> None:
         nonlocal count
@@ -40,15 +40,15 @@ def test_a_stopped_run_goes_on_where_it_was(tiny_folder: Path, tmp_path: Path, k
             raise Stopped
         add(*arguments)
 
-    stopped.answering.store.add = add_two
+    stopped.store.add = add_two
     with pytest.raises(Stopped):
         getattr(stopped, kind)(requests(kind))
-    stopped.answering.store.close()
+    stopped.store.close()
     path = tmp_path / "store" / "rank-0.jsonl"
     path.write_text(path.read_text() + '{"key": "cut sho')  # as a kill in the middle of a write leaves it
 
     again = model(tiny_folder, **arguments, responses=str(tmp_path / "store"))
-    assert len(again.answering.store.responses) == 2
+    assert len(again.store.responses) == 2
     assert getattr(again, kind)(requests(kind)) == expected
     again.close()
     finished = model(tiny_folder, **arguments, responses=str(tmp_path / "store"))
@@ -95,20 +95,6 @@ def test_store_keeps_masks_settings_and_repeats_apart(tiny_folder: Path, tmp_pat
     assert len((store / "rank-0.jsonl").read_text().splitlines()) == count  # a sampled task changes no greedy key
 
 
-def test_going_on_with_samples_draws_new_ones(tiny_folder: Path, tmp_path: Path) -> None:
-    import torch
-
-    torch.manual_seed(1234)
-    whole = fresh(tiny_folder, tmp_path / "whole", repeats(), batch_size=1)
-    torch.manual_seed(1234)
-    assert fresh(tiny_folder, tmp_path / "again", repeats(), batch_size=1) == whole
-    torch.manual_seed(1234)
-    half = fresh(tiny_folder, tmp_path / "store", repeats(3), batch_size=1)
-    torch.manual_seed(1234)
-    rest = fresh(tiny_folder, tmp_path / "store", repeats(6), batch_size=1)
-    assert rest[:3] == half and len(set(rest)) == len(set(whole)) == 6
-
-
 @pytest.mark.parametrize(
     "batch_size", [pytest.param(1, marks=pytest.mark.long), pytest.param(3, marks=pytest.mark.long), "auto"]
 )
@@ -119,7 +105,7 @@ def test_a_killed_sampled_run_ends_as_one_that_was_not(
     instances = [*requests("generate_until")[:2], *repeats(4)]
     instances += [request("generate_until", (PROMPTS[i], SAMPLED), i, 2, "other") for i in (0, 0, 2, 2)]
     add, detected = AnswerStore.add, 0
-    monkeypatch.setattr(answering, "AUTO_GROUP_SIZE", 3)
+    monkeypatch.setattr(hf, "AUTO_GROUP_SIZE", 3)
 
     def detect(*_: Any, **__: Any) -> int:
         nonlocal detected
@@ -207,7 +193,7 @@ def test_a_stored_answer_names_the_heads_that_were_pruned(tiny_folder: Path, tmp
         lm.generate_until([instance] * 2)
         assert sorted(stored_heads(tmp_path / str(number))) == expected
     lm = model(tiny_folder, heads="L0H0", engine="batched", responses=str(tmp_path / "ahead"))
-    lm.answering.answer_ahead("generate_until", requests("generate_until")[:1], [None, HeadMask("L1H2-3")])
+    lm.answer_ahead("generate_until", requests("generate_until")[:1], [None, HeadMask("L1H2-3")])
     with HeadMask("L1H1").applied_to(lm.model):
         lm.generate_until(requests("generate_until")[:1])
     assert sorted(stored_heads(tmp_path / "ahead")) == ["L0H0", "L0H0+L1H1", "L0H0+L1H2+L1H3"]
@@ -243,7 +229,7 @@ def test_two_model_classes_on_one_live_model_know_of_each_other(tiny_folder: Pat
     first = PrunedHFLM(network, tokenizer=tokenizer, heads="L0H0")
     second = PrunedHFLM(network, tokenizer=tokenizer, heads="L1H0")
     both = model(tiny_folder, heads="L0H0+L1H0")
-    assert both.answering.interventions() == first.answering.interventions() == second.answering.interventions()
+    assert both.intervention_identities() == first.intervention_identities() == second.intervention_identities()
     assert second.pruning_info()["heads"] == ["L0H0", "L1H0"]
     with pytest.raises(InputError):
         PrunedHFLM(network, tokenizer=tokenizer, heads="L0H1-3")
@@ -301,9 +287,9 @@ def test_models_that_differ_in_one_part_do_not_share_answers(tiny_folder: Path, 
         lm = changed_model(part, changed, AutoTokenizer.from_pretrained(tiny_folder))
         identities.append(lm.identity)
         expected = lm.generate_until(instances)
-        lm.answering.store = AnswerStore(tmp_path / "s")
+        lm.store = AnswerStore(tmp_path / "s")
         count += len(instances)
-        assert lm.generate_until(instances) == expected and len(lm.answering.store.responses) == count
+        assert lm.generate_until(instances) == expected and len(lm.store.responses) == count
         lm.close()
     item, other = identities
     assert [name for name in item if item[name] != other[name]] == [part] and item.keys() == other.keys()
@@ -387,7 +373,7 @@ def test_answers_of_other_code_of_the_checkpoint_are_not_used(tiny_folder: Path,
         answers.append(stored.loglikelihood(requests("loglikelihood")))
         expected = model(folder, trust_remote_code=True).loglikelihood(requests("loglikelihood"))
         assert answers[-1] == expected
-        count = len(stored.answering.store.responses)
+        count = len(stored.store.responses)
         stored.close()
     assert answers[0] == answers[2] != answers[1] and count == 2 * len(answers[0])
 
@@ -421,7 +407,7 @@ def test_answers_of_code_that_has_changed_since_are_not_used(
             return lm.generate_until(instances)
         finally:
             if compacted:
-                lm.answering.store.compact()
+                lm.store.compact()
             lm.close()
 
     with pytest.MonkeyPatch.context() as patch:

@@ -250,6 +250,10 @@ def test_what_identifies_a_model(tiny_folder: Path, tmp_path: Path) -> None:
     weights = copy / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"x")
     assert identity() != identity(pretrained=str(copy))
+    for name, content in (("one", "a"), ("same", "a"), ("two", "b")):
+        (tmp_path / name).write_text(content)
+    one, same, two = (model_identity("late", {"path": str(tmp_path / name)}) for name in ("one", "same", "two"))
+    assert one == same != two and model_identity("late", {"model": "a"}) != model_identity("late", {"model": "b"})
     served = {"model": "tiny", "base_url": "http://one"}
     assert model_identity("local-completions", served) != model_identity(
         "local-completions", {**served, "base_url": "http://two"}
@@ -257,16 +261,6 @@ def test_what_identifies_a_model(tiny_folder: Path, tmp_path: Path) -> None:
     assert model_identity("local-completions", served) == model_identity(
         "local-completions", {**served, "num_concurrent": 9}
     )
-
-
-def test_models_that_differ_do_not_share_answers(late: type[Late], evaluate: Callable, tmp_path: Path) -> None:
-    paths = [tmp_path / name for name in ("one", "copy", "two")]
-    for path, text in zip(paths, ("a", "a", "b"), strict=True):
-        path.write_text(text)
-    others = [{}, {"model": "a"}, {"model": "b"}, {"model": "b", "num_concurrent": 2}]
-    for other in [*others, *({"path": str(path)} for path in paths)]:
-        evaluate("resumable", ["prune_tiny_words"], lm="late", responses=str(tmp_path / "store"), **other)
-    assert late.calls == [LIMIT] * 5
 
 
 # --------------------------------------------------------------------------- refusals

@@ -13,7 +13,7 @@ from lm_eval import simple_evaluate
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lmeval_prune import HeadMask, InputError
-from lmeval_prune.models.attempts import DENSE
+from lmeval_prune.models.head_router import DENSE
 from lmeval_prune.models.pruned_hf import PrunedHFLM
 from lmeval_prune.sprint.fit import fit
 from lmeval_prune.sprint.options import FitOptions, SweepOptions

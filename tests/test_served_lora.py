@@ -13,7 +13,7 @@ from lmeval_prune.export.manifest import MANIFEST
 from lmeval_prune.grid import cells
 from lmeval_prune.grid.configuration import Grid
 from lmeval_prune.models.pruned_hf import PrunedHFLM
-from lmeval_prune.models.server_kinds import KINDS, ServedModel, ServedVariant
+from lmeval_prune.models.servers import KINDS, ServedModel, ServedVariant
 from tests.stub_server import Stub
 from tests.test_pruned_hf import requests
 from tests.test_pruned_server import served

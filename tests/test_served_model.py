@@ -17,7 +17,7 @@ from lmeval_prune.grid.folder import GridFolder
 from lmeval_prune.grid.run import run
 from lmeval_prune.models.answer_store import read_answers
 from lmeval_prune.models.pruned_server import PrunedServerLM
-from lmeval_prune.models.server_record import RECORD, check_record
+from lmeval_prune.models.servers import RECORD, check_record
 from tests.stub_server import Stub
 from tests.test_pruned_server import served, text
 

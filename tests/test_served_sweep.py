@@ -15,11 +15,9 @@ from transformers import AutoModelForCausalLM
 from lmeval_prune import InputError
 from lmeval_prune.cli import main
 from lmeval_prune.export.manifest import MANIFEST, SCHEMA, VERSION
-from lmeval_prune.grid.configuration import Grid
-from lmeval_prune.grid.run import run as run_grid
 from lmeval_prune.models.pruned_hf import PrunedHFLM
 from lmeval_prune.models.pruned_server import PrunedServerLM
-from lmeval_prune.models.server_record import RECORD
+from lmeval_prune.models.servers import RECORD
 from lmeval_prune.sprint.fit import fit
 from lmeval_prune.sprint.options import FitOptions, SweepOptions
 from lmeval_prune.sprint.outcomes import OutcomeStore
@@ -139,35 +137,3 @@ def test_a_router_of_a_served_sweep_routes_both(tiny_folder: Path, adapters: Pat
         other.symlink_to(tiny_folder)
         with pytest.raises(InputError):
             PrunedServerLM(stub.url, pretrained=str(other), router=str(tmp_path / "r"))
-
-
-@pytest.mark.long
-def test_a_grid_of_served_variants_has_the_answers_of_a_local_one(tiny_folder: Path, tmp_path: Path) -> None:
-    with Stub(tiny_folder, HEADS) as stub:
-        grid: dict[str, Any] = {
-            "tasks": [{"task": "prune_tiny_words", "limit": 2}, {"task": "prune_tiny_choice", "limit": 2}]
-        }
-        grid |= {"gen_kwargs": {"max_gen_toks": 4}, "variants": {"dense": {}, "one": {"heads": "L0H1"}}}
-        here = {"pretrained": str(tiny_folder), "dtype": "float64"}
-        there = {**here, "base_url": stub.url}
-        for name, model in (("here", here), ("there", there)):
-            done = run_grid(Grid.of({**grid, "model": model, "measure": name == "there"}), str(tmp_path / name))
-            assert (done.new, done.failed) == (4, [])
-        count = len(stub.payloads)
-        again = run_grid(
-            Grid.of({**grid, "model": {**there, "base_url": "http://127.0.0.1:9"}}), str(tmp_path / "there")
-        )
-        assert (again.new, again.failed) == (0, []) and len(stub.payloads) == count  # the address is no part of a cell
-    rows_by_run = []
-    for name in ("here", "there"):
-        rows = [json.loads(line) for path in (tmp_path / name).rglob("samples_*.jsonl") for line in path.open()]
-        rows_by_run.append(
-            sorted(json.dumps([row["doc_id"], row["target"], rounded(row["filtered_resps"])]) for row in rows)
-        )
-    assert rows_by_run[0] == rows_by_run[1] and len(rows_by_run[0]) == 8
-
-
-def rounded(value: Any) -> Any:
-    if isinstance(value, list):
-        return [rounded(item) for item in value]
-    return f"{float(value):.6f}" if str(value).startswith("-") or isinstance(value, float) else value

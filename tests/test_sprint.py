@@ -11,7 +11,7 @@ import torch
 
 from lmeval_prune import InputError
 from lmeval_prune.models.answer_store import AnswerStore
-from lmeval_prune.models.attempts import DENSE, attempt_order
+from lmeval_prune.models.head_router import DENSE, attempt_order
 from lmeval_prune.sprint import router as policies
 from lmeval_prune.sprint.fit import fit, number_questions, split
 from lmeval_prune.sprint.options import FitOptions

@@ -67,9 +67,12 @@ def kill_after(count: int) -> None:
     """Kill this process at the count-th stored answer, written file or removed file."""
     watched = killing_after(count)
     AnswerStore.add = watched(AnswerStore.add)
-    for module in (outcomes_module, answer_store_module):
-        for name in ("write_table", "write_artefact"):
-            setattr(module, name, watched(getattr(module, name)))
+    for module, name in (
+        (outcomes_module, "write_table"),
+        (outcomes_module, "write_artefact"),
+        (answer_store_module, "write_artefact"),
+    ):
+        setattr(module, name, watched(getattr(module, name)))
     Path.unlink = watched(Path.unlink)
 
 

@@ -23,7 +23,7 @@ from lmeval_prune.grid.configuration import SHARED_TASK_SETTINGS, VARIANT_SETTIN
 from lmeval_prune.grid.preparations import PREPARATIONS
 from lmeval_prune.interventions.table import METHODS
 from lmeval_prune.models.arguments import Arguments
-from lmeval_prune.models.server_options import ServerOptions
+from lmeval_prune.models.servers import ServerOptions
 from lmeval_prune.pruners.table import PRUNERS
 
 # The pages of the API: a package or module whose public names are shown, in the order of the page.

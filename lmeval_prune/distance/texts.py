@@ -12,8 +12,8 @@ from lmeval_prune.distance.options import DistanceOptions
 from lmeval_prune.distance.tokens import Text
 from lmeval_prune.errors import InputError
 from lmeval_prune.interventions import Intervention
-from lmeval_prune.models.checkpoint import Checkpoint
-from lmeval_prune.models.likelihood import token_windows
+from lmeval_prune.models.generation import token_windows
+from lmeval_prune.models.identity import Checkpoint
 from lmeval_prune.models.pruned_hf import PrunedHFLM
 from lmeval_prune.pruners.calibration import read_calibration
 from lmeval_prune.tasks.loading import check_task_names, task_manager

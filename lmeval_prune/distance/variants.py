@@ -27,7 +27,7 @@ from lmeval_prune.distance.texts import RecordingLM, check_models, document, loa
 from lmeval_prune.distance.tokens import Text, applied, logits_of, masks_of, other_distances, token_distances
 from lmeval_prune.interventions import HeadMask, Intervention
 from lmeval_prune.models import generation
-from lmeval_prune.models.attempts import DENSE
+from lmeval_prune.models.head_router import DENSE
 
 NO_OTHERS: Mapping[str, Callable[[], RecordingLM]] = MappingProxyType({})
 

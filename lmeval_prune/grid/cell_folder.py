@@ -10,11 +10,10 @@ import pyarrow as pa
 from lm_eval.loggers import EvaluationTracker
 from pyarrow import parquet
 
-from lmeval_prune.artefacts import digest, file_name, new_folder, read_json, write_artefact
+from lmeval_prune.artefacts import digest, file_name, new_folder, read_json, write_artefact, write_table
 from lmeval_prune.distance.summary import COLUMNS
 from lmeval_prune.grid.cells import Cell
 from lmeval_prune.grid.folder import CELL, VERSION, GridFolder
-from lmeval_prune.models.answer_store import write_table
 from lmeval_prune.models.head_router import POLICIES
 
 

@@ -26,9 +26,8 @@ from lmeval_prune.grid.folder import Kind
 from lmeval_prune.grid.preparations import make_preparation, with_chat_template
 from lmeval_prune.grid.task_identity import TaskIdentity, identify, training_digest
 from lmeval_prune.models.arguments import ROUTER_ARGUMENTS, Arguments
-from lmeval_prune.models.checkpoint import Checkpoint
-from lmeval_prune.models.identity import SERVED_ANSWERING, ModelIdentity, argument_identity, code_versions
-from lmeval_prune.models.server_options import ServerOptions, without_server
+from lmeval_prune.models.identity import SERVED_ANSWERING, Checkpoint, argument_identity, code_versions
+from lmeval_prune.models.servers import ServerOptions, without_server
 from lmeval_prune.tasks.loading import included_folder, task_manager
 
 SEEDS = ("random_seed", "numpy_random_seed", "torch_random_seed", "fewshot_random_seed")  # of `simple_evaluate`
@@ -190,7 +189,7 @@ def _cells(
     loading_key = digest({name: str(value) for name, value in loading.items()})
     if loading_key not in models:
         checkpoint = Checkpoint(loading)
-        models[loading_key] = checkpoint, ModelIdentity.of_checkpoint(checkpoint).to_json()
+        models[loading_key] = checkpoint, checkpoint.identity()
     checkpoint, model = models[loading_key]
     engine = _engine(variant, arguments, checkpoint)
     computation = _computation(variant, arguments, checkpoint, engine, grid.batch_size)

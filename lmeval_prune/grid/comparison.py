@@ -17,7 +17,7 @@ from lmeval_prune.comparison.runs import Run
 from lmeval_prune.distance.summary import summarize
 from lmeval_prune.errors import InputError
 from lmeval_prune.grid.folder import GridFolder, check_name, reason_missing
-from lmeval_prune.models.lengths import cut_off_note, merge_lengths
+from lmeval_prune.models.answer_store import cut_off_note, merge_lengths
 
 Entries = Mapping[tuple[str, str], dict[str, Any]]  # of `grid.json`, by variant and task
 

@@ -35,7 +35,7 @@ from lmeval_prune.errors import InputError, brief, check_exists, did_you_mean
 from lmeval_prune.grid.folder import check_name
 from lmeval_prune.interventions import METHODS
 from lmeval_prune.models.arguments import argument_names, hf_arguments
-from lmeval_prune.models.server_options import SERVER_ARGUMENTS, SERVER_OPTIONS
+from lmeval_prune.models.servers import SERVER_ARGUMENTS, SERVER_OPTIONS
 
 SEED = 1234
 VARIANT_SETTINGS = ("prepare", "seed", "selected_on")  # all other settings of a variant are model_args

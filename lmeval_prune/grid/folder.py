@@ -25,7 +25,7 @@ from filelock import Timeout
 
 from lmeval_prune.artefacts import ENVELOPE, file_lock, file_name, read_artefact, read_table, write_artefact
 from lmeval_prune.errors import InputError, did_you_mean, first_few
-from lmeval_prune.models.server_record import RECORD
+from lmeval_prune.models.servers import RECORD
 
 GRID, CELL, FAILED, MEASURE = (f"lmeval-prune/{name}" for name in ("grid", "grid-cell", "grid-failure", "grid-measure"))
 VERSION = 1
@@ -123,7 +123,7 @@ class GridFolder:
     def distances(self, key: str) -> Any:
         """Read the distances of a cell as a data frame."""
         path = self.place("distance", key)
-        return read_table(path, f"delete {path} and run the grid").to_pandas()
+        return read_table(path, remedy=f"delete {path} and run the grid").to_pandas()
 
 
 def reason_missing(entry: dict[str, Any], failures: dict[str, str]) -> str:

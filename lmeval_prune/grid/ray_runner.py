@@ -16,7 +16,7 @@ import torch
 from lmeval_prune.errors import DiskError, InputError, first_line
 from lmeval_prune.grid.folder import GridFolder
 from lmeval_prune.grid.worker import FAILED, Job, Result, Worker
-from lmeval_prune.models.registered import TARGETS
+from lmeval_prune.models import TARGETS
 from lmeval_prune.tasks.loading import included_folder, including
 
 # environment variables by which a worker finds the same data and models

@@ -28,10 +28,9 @@ from lmeval_prune.grid.measures import measure
 from lmeval_prune.grid.preparations import make_preparation
 from lmeval_prune.interventions import HeadMask, combined
 from lmeval_prune.models.arguments import Arguments
-from lmeval_prune.models.checkpoint import Checkpoint
-from lmeval_prune.models.identity import ModelIdentity
+from lmeval_prune.models.identity import Checkpoint
 from lmeval_prune.models.pruned_server import PrunedServerLM
-from lmeval_prune.models.server_options import without_server
+from lmeval_prune.models.servers import without_server
 
 logger = logging.getLogger(__name__)
 DONE, FAILED, BUSY = "done", "failed", "busy"
@@ -66,10 +65,10 @@ class VariantLM(RecordingLM):
 
     def answer(self, kind: str, requests: list[Any], disable_tqdm: bool) -> list[Any]:
         """Store the answers under all masks of the job, if there are several; then answer from the store."""
-        if self.job_masks and self.answering.store:
+        if self.job_masks and self.store:
             self._applied.close()
             try:
-                self.answering.answer_ahead(kind, requests, self.job_masks, disable_tqdm)
+                self.answer_ahead(kind, requests, self.job_masks, disable_tqdm)
             finally:
                 self._applied = self._apply()
         return super().answer(kind, requests, disable_tqdm)
@@ -182,7 +181,7 @@ class Worker:
         else:
             self.close()
             self.lm = VariantLM(arguments)
-            if identity and ModelIdentity.of_checkpoint(Checkpoint(arguments.loading)).to_json() != identity:
+            if identity and Checkpoint(arguments.loading).identity() != identity:
                 raise InputError("the model's files have changed since the grid began; run it again")
             self._loaded = key
         return self.lm
@@ -220,7 +219,7 @@ class Worker:
         start = time.perf_counter()
         lm = self._load(cell, arguments, None if needs_order else str(self.folder.answers(cell.answers)))
         loaded = time.perf_counter()
-        store = lm.answering.store
+        store = lm.store
         stored_before = len(store.responses) if store else 0
         if isinstance(lm, VariantLM):
             lm.job_masks = masks

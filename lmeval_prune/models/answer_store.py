@@ -17,25 +17,25 @@ been written: its request is answered again.
 
 from __future__ import annotations
 
-import io
 import itertools
 import json
 import logging
+import math
 import os
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from functools import cached_property
 from hashlib import blake2b
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 from weakref import finalize
 
-import pyarrow as pa
-import pyarrow.parquet as parquet
-from annotated_types import Len, Lt
+from annotated_types import Ge, Interval, Len, Lt
 from filelock import Timeout
+from typing_extensions import TypedDict
 
-from lmeval_prune import artefacts
 from lmeval_prune.artefacts import (
     NONFINITE_REMEDY,
     create_folder,
@@ -49,7 +49,6 @@ from lmeval_prune.artefacts import (
     write_bytes,
 )
 from lmeval_prune.errors import InputError, disk_error, report_write_errors
-from lmeval_prune.models.lengths import Ending
 
 logger = logging.getLogger(__name__)
 SCHEMA = "lmeval-prune/answers"
@@ -60,7 +59,61 @@ RESPONSE_TYPES: dict[str, Any] = {  # JSON types of responses by kind of request
     "loglikelihood": Annotated[list[Likelihood | bool], Len(2, 2)],
     "loglikelihood_rolling": Likelihood,
 }
-FILES = ("answers.", "rank-")  # prefixes of the store's files
+MIN_REPORTED_SHARE = 0.1  # of answers that were cut off: their accuracy measures the limit, not the model
+
+
+# ---------------------------------------------------------------------- lengths of answers
+
+
+class Lengths(TypedDict):
+    """Summary of the lengths of answers, as stored."""
+
+    answers: Annotated[int, Ge(0)]
+    unknown: Annotated[int, Ge(0)]  # answers of unknown length
+    cut_off: Annotated[float, Interval(ge=0, le=1)] | None  # share of the answers of known length
+    mean_tokens: Annotated[float, Interval(ge=0, lt=math.inf)] | None
+    max_gen_toks: int | None
+
+
+class Ending(NamedTuple):
+    """Length of an answer, and how it ended."""
+
+    length: int  # tokens, with the end token
+    cut_off: bool  # at `max_gen_toks`, without an end token or a stop text
+
+
+def summarize_lengths(endings: Iterable[Ending | None], limit: int | None) -> dict[str, Any]:
+    """Return `Lengths` of answers under one limit of tokens."""
+    endings = list(endings)
+    known = [ending for ending in endings if ending is not None]
+    return {
+        "answers": len(endings),
+        "unknown": len(endings) - len(known),
+        "cut_off": sum(ending.cut_off for ending in known) / len(known) if known else None,
+        "mean_tokens": sum(ending.length for ending in known) / len(known) if known else None,
+        "max_gen_toks": limit,
+    }
+
+
+def merge_lengths(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Merge several `Lengths`."""
+    counts = [part["answers"] - part["unknown"] for part in parts]
+    total: dict[str, Any] = {name: sum(part[name] for part in parts) for name in ("answers", "unknown")}
+    for name in ("cut_off", "mean_tokens"):
+        weighted = sum((part[name] or 0) * count for part, count in zip(parts, counts, strict=True))
+        total[name] = weighted / sum(counts) if sum(counts) else None
+    return {**total, "max_gen_toks": max((part["max_gen_toks"] or 0 for part in parts), default=0) or None}
+
+
+def cut_off_note(answers: Mapping[str, Any]) -> str:
+    """Return a note on answers that were cut off; empty if they are few."""
+    if (answers["cut_off"] or 0) < MIN_REPORTED_SHARE:
+        return ""
+    limit = f"{answers['max_gen_toks']} tokens" if answers["max_gen_toks"] else "the limit of tokens"
+    return f"{answers['cut_off']:.0%} of the answers were cut off at {limit}"
+
+
+# ---------------------------------------------------------------------- files
 
 
 class AnswerStore:
@@ -81,34 +134,32 @@ class AnswerStore:
         self.folder = Path(folder)
         header = self.folder / "answers.json"
         self._file: Any = None
-        try:
-            create_folder(self.folder)
-            if header.exists():
-                read_artefact(header, SCHEMA, SCHEMA_VERSION)
-            with ExitStack() as stack:
-                self.path = self._lock(rank, stack)
-                if os.path.lexists(self.path):
-                    open_append(self.path).close()
-                self._release = finalize(self, stack.pop_all().close)  # also when the store is garbage-collected
-        except Timeout:
-            raise InputError(f"another run is writing to {self.folder}; wait for it, or give another folder") from None
-        except OSError as error:
-            raise disk_error(error, folder) or InputError(
-                f"responses={folder} cannot be used ({error}); give a writable folder"
-            ) from error
         self.responses: dict[str, Any] = {}
         self.endings: dict[str, Ending] = {}
         self.versions: dict[str, dict[str, Any]] = {}
-        try:
+        with ExitStack() as stack:
+            try:
+                create_folder(self.folder)
+                if header.exists():
+                    read_artefact(header, SCHEMA, SCHEMA_VERSION)
+                self.path = self._lock(rank, stack)
+                if os.path.lexists(self.path):
+                    open_append(self.path).close()
+            except Timeout:
+                raise InputError(
+                    f"another run is writing to {self.folder}; wait for it, or give another folder"
+                ) from None
+            except OSError as error:
+                raise disk_error(error, folder) or InputError(
+                    f"responses={folder} cannot be used ({error}); give a writable folder"
+                ) from error
             if not header.exists():  # several ranks may write the same content
                 write_artefact(header, SCHEMA, SCHEMA_VERSION, {})
             for record in read_answers(self.folder):
                 self._remember(record["key"], record["response"], record)
                 if "request" in record:
                     self.versions[record["request"]] = record["versions"]
-        except BaseException:
-            self._release()
-            raise
+            self._release = finalize(self, stack.pop_all().close)  # also when the store is garbage-collected
 
     def _lock(self, rank: int | None, stack: ExitStack) -> Path:
         for number in itertools.count() if rank is None else [rank]:
@@ -195,37 +246,25 @@ def _closed(body: bytes) -> bytes:
     return b'%b, "digest": "%b"}\n' % (body, blake2b(body, digest_size=8).hexdigest().encode())
 
 
-def read_table(path: Path, schema: pa.Schema, columns: list[str] | None = None) -> pa.Table:
-    """Read a parquet file of a store; an empty table if the file is missing, `InputError` if it is damaged."""
-    try:
-        return artefacts.read_table(path, "the store is damaged", columns, schema)
-    except FileNotFoundError:
-        return schema.empty_table()
+# ---------------------------------------------------------------------- requests
 
 
-def write_table(path: Path, table: pa.Table) -> None:
-    """Write a parquet file atomically."""
-    buffer = io.BytesIO()
-    parquet.write_table(table, buffer, compression="zstd", row_group_size=16384)
-    write_bytes(path, buffer.getvalue())
-
-
+@dataclass
 class PendingRequests:
-    """Requests of one kind whose answers are not stored yet.
+    """Requests of one kind whose answers are not stored yet."""
 
-    Attributes:
-        requests, keys: the requests and their keys in the store (without a store: their indices).
-        repeats: for each request, the number of earlier requests for the same document.
-        add: stores a response; called with a key, the response and further columns.
-    """
+    kind: str
+    add: Callable[..., None]  # stores a response; called with a key, the response and further columns
+    requests: Sequence[Any]
+    keys: Sequence[Any]  # of the requests in the store; without a store their indices
+    repeats: Sequence[int]  # for each request, the number of earlier requests for the same document
 
-    def __init__(
-        self, kind: str, add: Callable[..., None], requests: Sequence[Any], keys: Sequence[Any], repeats: Sequence[int]
-    ) -> None:
-        self.kind, self.requests, self.keys, self.repeats, self.add = kind, list(requests), keys, repeats, add
-        self._keys_by_arguments: dict[str, deque[Any]] = defaultdict(deque)
-        for request, key in zip(requests, keys, strict=True):
-            self._keys_by_arguments[_as_text(request.args)].append(key)
+    @cached_property
+    def _keys_by_arguments(self) -> dict[str, deque[Any]]:
+        keys: dict[str, deque[Any]] = defaultdict(deque)
+        for request, key in zip(self.requests, self.keys, strict=True):
+            keys[_as_text(request.args)].append(key)
+        return keys
 
     def part(self, indices: Sequence[int]) -> PendingRequests:
         """Return some of the requests as pending requests of their own."""
@@ -257,6 +296,8 @@ def repeat_indices(requests: Iterable[Any]) -> list[int]:
     return indices
 
 
+# Returns for a request and its repeat everything that determines the answer as JSON, including `versions` of the code,
+# and the `head` that is stored beside the answer.
 KeyParts = Callable[[Any, int], tuple[dict[str, Any], str]]
 
 
@@ -276,51 +317,21 @@ def answer_requests(
         store: the store.
         requests: lm-eval instances; the same instance occurs N times for N repeats.
         kind: kind of the requests.
-        key_parts: returns for a request and its repeat everything that determines the answer as JSON, including
-            `versions` of the code, and the `head` that is stored beside the answer.
-        run: answers pending requests; may report answers earlier by `add` or `answered`.
-        any_rank: whether a flag is true on some rank. lm-eval's models synchronise the ranks, so while one rank has
-            pending requests, each rank calls `run`, if necessary with a stored request.
-        is_grouped: whether a request is sampled together with others from one stream of random numbers. A group that
-            lacks an answer is run completely, so that resuming does not change answers.
-        group_size: requests per group, in their order.
+        key_parts: what determines an answer.
+        run: answers pending requests; may report answers earlier by `add` (with `is_answer=False` what is for this
+            run only) or `answered`.
+        any_rank: whether a flag is true on some rank: ranks are synchronised, so if one calls `run`, all do, if
+            necessary with a stored request.
+        is_grouped: whether a request is sampled from one stream of random numbers with others: `group_size` of them,
+            which are all run if one lacks an answer, so that resuming does not change answers.
+        group_size: see `is_grouped`.
 
     Returns:
         Responses in the order of `requests`, and their keys.
     """
     repeats = repeat_indices(requests)
-    keys, new_columns = look_up(store, requests, repeats, kind, key_parts)
-    first: dict[str, int] = {}
-    for index, key in enumerate(keys):
-        first.setdefault(key, index)
-    grouped = [key for key, index in first.items() if is_grouped(requests[index])]
-    groups = [grouped[i : i + group_size] for i in range(0, len(grouped), group_size)]
-    rerun = {*new_columns, *(key for group in groups if not new_columns.keys().isdisjoint(group) for key in group)}
-    indices = [index for key, index in first.items() if key in rerun]
-
-    def add(key: str, response: Any, **columns: Any) -> None:
-        if key not in store.responses:  # of a group that is run again
-            store.add(key, response, {**new_columns[key], **columns})
-
-    if any_rank(bool(indices)):
-        indices = indices or [0]
-        chosen_repeats = [repeats[i] for i in indices]
-        pending = PendingRequests(kind, add, [requests[i] for i in indices], [keys[i] for i in indices], chosen_repeats)
-        for key, response in zip(pending.keys, run(pending), strict=True):
-            add(key, response)
-
-    def restore(response: Any) -> Any:
-        return tuple(response) if isinstance(response, list) else response
-
-    return [restore(store.responses[key]) for key in keys], keys
-
-
-def look_up(
-    store: AnswerStore, requests: Sequence[Any], repeats: Sequence[int], kind: str, key_parts: KeyParts
-) -> tuple[list[str], dict[str, dict[str, Any]]]:
-    """Return the requests' keys, and the columns of answers that are not stored by key."""
     keys: list[str] = []
-    columns: dict[str, dict[str, Any]] = {}
+    new_columns: dict[str, dict[str, Any]] = {}  # of answers that are not stored, by key
     outdated = 0
     prompts: dict[int, str] = {}  # digests by request: its repeats are the same object
     for request, repeat in zip(requests, repeats, strict=True):
@@ -329,15 +340,36 @@ def look_up(
         request_digest = digest({"kind": kind, **parts})
         key = digest([request_digest, versions])
         keys.append(key)
-        if key in store.responses or key in columns:
+        if key in store.responses or key in new_columns:
             continue
         if id(request) not in prompts:
             prompts[id(request)] = digest(request.args[0])
-        columns[key] = {"request": request_digest, "versions": versions, "kind": kind, "task": request.task_name}
-        columns[key] |= {"prompt": prompts[id(request)], "head": head}
+        new_columns[key] = {"request": request_digest, "versions": versions, "kind": kind, "task": request.task_name}
+        new_columns[key] |= {"prompt": prompts[id(request)], "head": head}
         outdated += store.versions.get(request_digest, versions) != versions
     if outdated:
         logger.warning("%d stored answers were made by other versions of the code; they are not used", outdated)
     if stored := sum(key in store.responses for key in keys):
         logger.info("%d of %d answers found in %s", stored, len(requests), store.folder)
-    return keys, columns
+    first: dict[str, int] = {}
+    for index, key in enumerate(keys):
+        first.setdefault(key, index)
+    grouped = [key for key, index in first.items() if is_grouped(requests[index])]
+    groups = [grouped[i : i + group_size] for i in range(0, len(grouped), group_size)]
+    rerun = {*new_columns, *(key for group in groups if not new_columns.keys().isdisjoint(group) for key in group)}
+    indices = [index for key, index in first.items() if key in rerun]
+
+    def add(key: str, response: Any, is_answer: bool = True, **columns: Any) -> None:
+        if key in store.responses:  # of a group that is run again
+            return
+        if is_answer:
+            store.add(key, response, {**new_columns[key], **columns})
+        else:
+            store.responses[key] = response
+
+    if any_rank(bool(indices)):
+        pending = PendingRequests(kind, add, requests, keys, repeats).part(indices or [0])
+        for key, response in zip(pending.keys, run(pending), strict=True):
+            add(key, response)
+    responses = [store.responses[key] for key in keys]
+    return [tuple(response) if isinstance(response, list) else response for response in responses], keys

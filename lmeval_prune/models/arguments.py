@@ -12,8 +12,8 @@ from lmeval_prune.config import Count, Seed, Settings, parse_value
 from lmeval_prune.errors import InputError, did_you_mean
 from lmeval_prune.interventions import METHODS, Intervention, combined
 from lmeval_prune.interventions.table import ALLOWANCES, parse_intervention
+from lmeval_prune.models import load_registered
 from lmeval_prune.models.head_router import POLICIES, HeadRouter
-from lmeval_prune.models.registered import load_registered
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Arguments(Settings):
     Attributes:
         pretrained: the model, as for `hf`.
         engine: `generate` for lm-eval's `hf`, `batched` for this package's decoding engine, which gives the same texts
-            and log-likelihoods faster, or `auto`, which chooses for each request that generates (see `EngineChoice`).
+            and log-likelihoods faster, or `auto`, which chooses for each request that generates (see `EngineHFLM`).
             Default: `auto`, with a router `batched`.
         engine_rows: number of answers that the engine decodes at once; default: as many as fit in memory.
         deterministic: recompute near-ties alone, so that no answer depends on the other rows of its batch (except

@@ -15,16 +15,16 @@ from lmeval_prune.checkpoints.loading import skeleton_of
 from lmeval_prune.checkpoints.pruned import checkpoint_columns, removal_summary, valid_manifest
 from lmeval_prune.config import resolve_device
 from lmeval_prune.errors import InputError, print_input_errors
+from lmeval_prune.models.answering import AnsweringLM, log_interventions, use_lm_eval_logging
 from lmeval_prune.models.arguments import Arguments, unknown_argument
 from lmeval_prune.models.identity import interventions_report
-from lmeval_prune.models.lm_base import CheckedArgumentsLM, log_interventions, use_lm_eval_logging
 from lmeval_prune.training.questions import question_key
 
 eval_logger = logging.getLogger(__name__)
 _LANGUAGE_MODEL_ARGUMENTS = ("router", "engine", "responses")
 
 
-class AthenaLM(CheckedArgumentsLM):
+class AthenaLM(AnsweringLM):
     r"""Answers the question of a document with `\boxed{expression}`; the prompt is ignored.
 
     Args:
@@ -80,9 +80,12 @@ class AthenaLM(CheckedArgumentsLM):
         """Return the encoder's layers and heads."""
         return map_model(self.host.encoder)
 
-    @print_input_errors
-    def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
+    def answer(self, kind: str, requests: list[Any], disable_tqdm: bool) -> list[Any]:
         r"""Return `\boxed{expression}` for each request's document, or an empty text if it has no numbers."""
+        if kind != "generate_until":
+            raise InputError(
+                "--model athena generates expressions; use a task that scores them (prune_asdiv_a_equation)"
+            )
         problems = []
         for request in requests:
             try:
@@ -94,15 +97,6 @@ class AthenaLM(CheckedArgumentsLM):
             eval_logger.warning("%d of the questions were in this model's training data: this is no test", len(leaked))
         texts = answers(self.host, problems, self.batch_size)
         return [rf"\boxed{{{text}}}" if text else "" for text in texts]
-
-    @print_input_errors
-    def loglikelihood(self, requests: list[Any]) -> list[tuple[float, bool]]:
-        """Refuse tasks that score given texts."""
-        raise InputError("--model athena generates expressions; use a task that scores them (prune_asdiv_a_equation)")
-
-    def loglikelihood_rolling(self, requests: list[Any]) -> list[float]:
-        """Refuse tasks that score given texts."""
-        return self.loglikelihood(requests)  # type: ignore[return-value]
 
     def get_model_info(self) -> dict[str, Any]:
         """Return the model's training and a section `pruning` for the results file."""

@@ -1,16 +1,25 @@
-"""Base class of routers, which choose the heads to prune for each attempt at a question."""
+"""Attempts at a question, and the base class of routers, which choose the heads to prune for each attempt.
+
+An attempt is named `dense`, the unpruned model, or by its pruned heads: `L5H3` or `L5H3+L15H0`.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from lmeval_prune.architectures import ModelMap
+from lmeval_prune.architectures import Head, ModelMap, head_names
 from lmeval_prune.interventions import HeadMask
-from lmeval_prune.models.attempts import DENSE
 
+DENSE = "dense"
 POLICIES = ("random", "random_top", "best", "oracle")  # values of `router=` besides folders
+
+
+def attempt_order(names: Iterable[str]) -> list[str]:
+    """Sort unique names: dense, then heads by number, layer and head."""
+    heads = {name: [] if name == DENSE else [Head.named(head) for head in head_names(name)] for name in names}
+    return sorted(heads, key=lambda name: (len(heads[name]), heads[name]))
 
 
 class HeadRouter(ABC):
@@ -26,7 +35,7 @@ class HeadRouter(ABC):
         self.masks: dict[str, HeadMask | None] = {DENSE: None}
 
     def fit_to(self, model_map: ModelMap, weights: str | None, interventions: list[Any]) -> None:
-        """Check that the pool fits the model, and create its masks; `InputError` if it does not fit.
+        """Create the masks of the pool; `InputError` if they do not fit the model.
 
         `weights` is the fingerprint of the model's weights, `interventions` are the identities of its interventions.
         """

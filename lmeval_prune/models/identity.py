@@ -1,4 +1,7 @@
-"""Identities of models and versions of the code, which determine an answer besides its request and interventions."""
+"""Models without their weights, and what determines an answer besides its request and interventions.
+
+Models with the same identity give the same answers. It is part of the keys of stored answers, outcomes and grid cells.
+"""
 
 from __future__ import annotations
 
@@ -6,21 +9,23 @@ import copy
 import os
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any
 
-from lmeval_prune.architectures import adapters_of, config_fingerprint
+import torch
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+
+from lmeval_prune.architectures import ModelMap, adapters_of, config_fingerprint, map_model
 from lmeval_prune.artefacts import CREATED_BY, content_digest, digest, files_digest
-from lmeval_prune.checkpoints.loading import checkpoint_identity
+from lmeval_prune.checkpoints import embedded
+from lmeval_prune.checkpoints.loading import as_input_error, checkpoint_identity, language_skeleton
+from lmeval_prune.checkpoints.modeling_pruned import without_warnings_of_layers
 from lmeval_prune.errors import InputError
 from lmeval_prune.interventions import combined, interventions_on
+from lmeval_prune.models.arguments import FAMILY_DESCRIPTION
 from lmeval_prune.models.head_router import POLICIES
-
-if TYPE_CHECKING:
-    from lmeval_prune.models.checkpoint import Checkpoint
 
 # Arguments that change where and how fast an answer is computed, but not the answer; the dtype is read from the model.
 IGNORED_ARGUMENTS = {
@@ -30,70 +35,130 @@ IGNORED_ARGUMENTS = {
 # Arguments whose value is a file or folder, except for the policies of a router.
 _PATH_ARGUMENTS = {"tokenizer", "peft", "delta", "router", "router_store"}
 
-# By this setting, transformers cleans up texts of byte-pair encoding, too.
-_CLEANS_BPE = "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output"
-
 # Raised whenever the decoding engine, or the way requests are sent to a model or a server, gives other answers than
 # before. (Methods have their own versions.)
 ANSWERING = 1
 SERVED_ANSWERING = 2  # of the requests to servers; 2: they name penalties, and continue the beginning of an answer
 
 
-@dataclass(frozen=True)
-class ModelIdentity:
-    """Properties of a model that determine its answers. Models with the same identity give the same answers."""
+class Checkpoint:
+    """A language model without its weights; `InputError` if it does not exist or is not a language model.
 
-    config: str  # fingerprint
-    tokenizer: str  # fingerprint
-    generation_config: str  # the model's own generation config
-    dtype: str  # of the weights
-    arguments: Mapping[str, Any]  # model_args that change answers
-    # fingerprint of the loaded weights, or digest of a checkpoint's files
-    weights: str | None = None
-    adapters: str | None = None  # digest of PEFT adapters on a loaded model
-    code: str | None = None  # digest of code that came with the checkpoint (`trust_remote_code`)
+    Args:
+        loading: model_args that load the model, including `pretrained`; see `Arguments.loading`.
 
-    @classmethod
-    def of_model(cls, lm: Any) -> Self:
-        """Identify a loaded `PrunedHFLM`; `InputError` if its weights are offloaded and have no fingerprint."""
-        if lm.weights is None:
-            raise InputError(
-                "the weights are offloaded and cannot be identified, as stored answers require; leave out the cache"
+    Attributes:
+        path: folder, or name on the hub.
+        revision: on the hub, or None.
+        files: `subfolder` and `gguf_file`, if they are set.
+        config: transformers' configuration.
+        map: the model's layers and heads.
+    """
+
+    def __init__(self, loading: Mapping[str, Any]) -> None:
+        self.loading = dict(loading)
+        self.path = embedded.resolve(str(loading["pretrained"]))
+        embedded.check_name(self.path, self.loading)
+        self.revision: Any = loading.get("revision")
+        self.files = {name: str(loading[name]) for name in ("subfolder", "gguf_file") if loading.get(name)}
+        self._trust = bool(loading.get("trust_remote_code"))
+        with self._refused(), without_warnings_of_layers():
+            self.config: Any = AutoConfig.from_pretrained(
+                self.path, **self.files, revision=self.revision, trust_remote_code=self._trust
             )
-        generation_config, adapters = copy.deepcopy(getattr(lm.model, "generation_config", None)), adapters_of(lm.model)
-        if generation_config:
-            generation_config.max_new_tokens = None  # the task's limit counts
-        arguments = sorted(lm.arguments.others.items())
-        return cls(
-            config_fingerprint(lm.config),
-            lm.tokenizer_fingerprint,
-            generation_config.to_json_string() if generation_config else "",
-            str(lm.model.dtype),
-            {name: str(value) for name, value in arguments if name not in IGNORED_ARGUMENTS}
-            | _truncation(lm.config, lm.tokenizer, lm.arguments.others),
-            lm.weights,
-            digest(adapters) if adapters else None,
-            _remote_code([*lm.model.modules(), lm.config, lm.tokenizer]),
-        )
+        bare = language_skeleton(self.config, self._trust)
+        self.map: ModelMap = map_model(bare, **{name: loading[name] for name in FAMILY_DESCRIPTION if name in loading})
 
-    @classmethod
-    def of_checkpoint(cls, checkpoint: Checkpoint) -> Self:
-        """Identify a checkpoint by the content of its files, without loading it; `InputError` if it has no weights."""
+    def _refused(self) -> Any:
+        name = "/".join([str(self.loading["pretrained"]), *self.files.values()])
+        return as_input_error(f"cannot read the model {name}; correct pretrained=")
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """Load the same tokenizer as `hf`."""
+        files = dict(self.files)
+        if name := self.loading.get("tokenizer"):
+            files.pop("gguf_file", None)
+        with self._refused():
+            return AutoTokenizer.from_pretrained(
+                str(name or self.path), **files, revision=self.revision, trust_remote_code=self._trust
+            )
+
+    @cached_property
+    def dtype(self) -> str:
+        """Return the dtype in which the weights are loaded; `auto` if only the weights determine it."""
+        name = str(self.loading.get("dtype") or "auto").removeprefix("torch.")
+        dtype = getattr(self.config, "dtype", None) if name == "auto" else getattr(torch, name, name)
+        return str(dtype or "auto").removeprefix("torch.")
+
+    @property
+    def depends_on_batch(self) -> bool:
+        """Return whether answers can depend on the order of sums, and so on the shape of a batch."""
+        return self.dtype not in ("float32", "float64") or bool(self.loading.get("mixed_precision_dtype"))
+
+    @cached_property
+    def generation_config(self) -> dict[str, Any]:
+        """Return the model's generation config; empty if it has none."""
+        try:
+            config = GenerationConfig.from_pretrained(
+                self.path, revision=self.revision or "main", subfolder=self.files.get("subfolder", "")
+            )
+        except OSError:
+            return {}
+        settings: dict[str, Any] = config.to_dict()
+        return settings
+
+    @property
+    def generation_digest(self) -> str:
+        """Return a digest of `generation_config` without its limit of new tokens, or an empty string."""
+        settings = {key: str(value) for key, value in self.generation_config.items() if key != "transformers_version"}
+        settings |= {"max_new_tokens": str(None)} if "max_new_tokens" in settings else {}
+        return digest(settings) if settings else ""
+
+    def chat_template(self, name: bool | str) -> str:
+        """Return a digest of the chat template of this name (True: the default); an empty string for False."""
+        if not name:
+            return ""
+        return digest(self.tokenizer.get_chat_template(name if isinstance(name, str) else None))
+
+    def identity(self) -> dict[str, Any]:
+        """Identify the model by the content of its files, as JSON; `InputError` if it has no weights."""
         skipped = {*IGNORED_ARGUMENTS, "pretrained", "revision", "subfolder", "gguf_file"}
-        arguments = sorted(checkpoint.loading.items())
-        return cls(
-            config_fingerprint(checkpoint.config),
-            tokenizer_fingerprint(checkpoint.tokenizer),
-            checkpoint.generation_digest,
-            checkpoint.dtype,
-            {name: argument_identity(name, value) for name, value in arguments if name not in skipped}
-            | _truncation(checkpoint.config, checkpoint.tokenizer, checkpoint.loading),
-            checkpoint_identity(str(checkpoint.loading["pretrained"]), checkpoint.revision, **checkpoint.files),
-        )
+        arguments = sorted(self.loading.items())
+        return {
+            "config": config_fingerprint(self.config),
+            "tokenizer": tokenizer_fingerprint(self.tokenizer),
+            "generation_config": self.generation_digest,
+            "dtype": self.dtype,
+            "arguments": {name: argument_identity(name, value) for name, value in arguments if name not in skipped}
+            | _truncation(self.config, self.tokenizer, self.loading),
+            "weights": checkpoint_identity(str(self.loading["pretrained"]), self.revision, **self.files),
+        }
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the fields that are not None: part of the keys of stored answers, outcomes and grid cells."""
-        return {name: value for name, value in vars(self).items() if value is not None}
+
+def identity_of(lm: Any) -> dict[str, Any]:
+    """Identify a loaded `PrunedHFLM`, as JSON; `InputError` if its weights are offloaded and have no fingerprint."""
+    if lm.weights is None:
+        raise InputError(
+            "the weights are offloaded and cannot be identified, as stored answers require; leave out the cache"
+        )
+    generation_config, adapters = copy.deepcopy(getattr(lm.model, "generation_config", None)), adapters_of(lm.model)
+    if generation_config:
+        generation_config.max_new_tokens = None  # the task's limit counts
+    identity = {
+        "config": config_fingerprint(lm.config),
+        "tokenizer": lm.tokenizer_fingerprint,
+        "generation_config": generation_config.to_json_string() if generation_config else "",
+        "dtype": str(lm.model.dtype),
+        "arguments": {
+            name: str(value) for name, value in sorted(lm.arguments.others.items()) if name not in IGNORED_ARGUMENTS
+        }
+        | _truncation(lm.config, lm.tokenizer, lm.arguments.others),
+        "weights": lm.weights,
+        "adapters": digest(adapters) if adapters else None,  # of PEFT
+        "code": _remote_code([*lm.model.modules(), lm.config, lm.tokenizer]),
+    }
+    return {name: value for name, value in identity.items() if value is not None}
 
 
 def _truncation(config: Any, tokenizer: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -138,23 +203,19 @@ def interventions_report(lm: Any, model: Any, weights: str | None) -> dict[str, 
     return info
 
 
-def vocabulary_digest(tokenizer: Any) -> str:
-    """Return a digest of a tokenizer's vocabulary, rules and special tokens."""
-    return digest(_vocabulary(tokenizer))
-
-
-def _vocabulary(tokenizer: Any) -> list[Any]:
+def vocabulary_digest(tokenizer: Any, *settings: str) -> str:
+    """Return a digest of a tokenizer's vocabulary, rules and special tokens, and of `settings`."""
     fast = getattr(tokenizer, "backend_tokenizer", None)
     content = fast.to_str() if fast is not None else sorted(tokenizer.get_vocab().items())
-    return [content, str(tokenizer.special_tokens_map)]
+    return digest([content, str(tokenizer.special_tokens_map), *settings])
 
 
 def tokenizer_fingerprint(tokenizer: Any) -> str:
     """Return a digest of a tokenizer's vocabulary, rules, special tokens and settings that change texts or tokens."""
-    fast = getattr(tokenizer, "backend_tokenizer", None)
-    settings = [name for name in ("split_special_tokens",) if getattr(tokenizer, name, False)]
+    settings = ["split_special_tokens"] if getattr(tokenizer, "split_special_tokens", False) else []
     if getattr(tokenizer, "clean_up_tokenization_spaces", False):
-        is_bpe = fast is not None and type(fast.model).__name__ == "BPE"
-        if not is_bpe or getattr(tokenizer, _CLEANS_BPE, False):
+        fast = getattr(tokenizer, "backend_tokenizer", None)
+        cleans_bpe = "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output"
+        if fast is None or type(fast.model).__name__ != "BPE" or getattr(tokenizer, cleans_bpe, False):
             settings.append("clean_up_tokenization_spaces")
-    return digest([*_vocabulary(tokenizer), *settings])
+    return vocabulary_digest(tokenizer, *settings)

@@ -10,18 +10,14 @@ import asyncio
 import json
 import logging
 import ssl
-import sys
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, lru_cache
 from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 import aiohttp
-import torch
 from lm_eval.models.api_models import JsonChatStr
 from lm_eval.models.huggingface import HFLM
 from lm_eval.models.openai_completions import LocalCompletionsAPI
@@ -38,66 +34,55 @@ from lmeval_prune.attributes import replaced
 from lmeval_prune.checkpoints import embedded
 from lmeval_prune.checkpoints.loading import as_input_error, checkpoint_identity
 from lmeval_prune.decoding.request import logits_settings
-from lmeval_prune.errors import InputError, did_you_mean, first_line, print_input_errors
+from lmeval_prune.errors import InputError, first_line, print_input_errors
 from lmeval_prune.export.manifest import adapter_name, read_adapters, read_lora
 from lmeval_prune.interventions import HeadMask, Intervention, combined
 from lmeval_prune.models import generation
 from lmeval_prune.models.answer_store import PendingRequests
-from lmeval_prune.models.answering import Answering
+from lmeval_prune.models.answering import PrunedLM, report_answers, use_lm_eval_logging
 from lmeval_prune.models.arguments import Arguments, refuse_empty, unknown_argument
-from lmeval_prune.models.attempts import DENSE
-from lmeval_prune.models.checkpoint import Checkpoint
-from lmeval_prune.models.identity import SERVED_ANSWERING, code_versions, tokenizer_fingerprint
-from lmeval_prune.models.lengths import Ending
-from lmeval_prune.models.lm_base import AnsweringLM, use_lm_eval_logging
-from lmeval_prune.models.server_kinds import KINDS, UNPRUNED, ServedModel, ServedVariant
-from lmeval_prune.models.server_options import SERVER_OPTIONS, ServerOptions
-from lmeval_prune.models.server_record import RECORD, Signature, check_record, distance
+from lmeval_prune.models.head_router import DENSE
+from lmeval_prune.models.identity import SERVED_ANSWERING, Checkpoint, code_versions, tokenizer_fingerprint
+from lmeval_prune.models.servers import (
+    KINDS,
+    NO_EFFECT,
+    RECORD,
+    SAMPLING_DEFAULTS,
+    SERVER_OPTIONS,
+    UNPRUNED,
+    Request,
+    ServedModel,
+    ServedVariant,
+    ServerOptions,
+    Signature,
+    check_record,
+    distance,
+    log_probability,
+    sampling_seed,
+)
 
 logger = logging.getLogger(__name__)
-SAMPLING_DEFAULTS = {"temperature": 1.0, "top_k": 50, "top_p": 1.0, "min_p": 0.0}  # of `hf`
-NO_EFFECT = {
-    **{"num_beams": 1, "num_return_sequences": 1, "repetition_penalty": 1.0, "no_repeat_ngram_size": 0},
-    **{"renormalize_logits": True, "remove_invalid_values": True},
-}
 AT_ONCE = 8192  # requests that are handed to lm-eval in one call
-MAX_LOG_PROBABILITY = 0.01  # rounding can make a log-probability slightly positive
 PROBE_TEXT = (
     "A baker sells 12 rolls at 30 cents each and 5 loaves at 2.50 each. First she adds up what the rolls bring in, "
     "then the loaves, and writes both numbers into her green book. Why does she need the sum?"
 )
 PROBE_PROMPT, PROBE_ANSWER = 64, 12  # tokens of the text; tokens to generate, if a server does not score prompts
 MIN_DISTANCE = 1e-5  # smaller distances of signatures are rounding
+_API_OPTIONS = (
+    *("trust_remote_code", "revision", "use_fast_tokenizer", "custom_prefix_token_id", "eos_string", "seed"),
+    *("header", "verify_certificate", "max_gen_toks", "num_concurrent", "max_retries", "timeout"),
+)
+_ANSWER_OPTIONS = ("max_gen_toks", "add_bos_token", "eos_string", "custom_prefix_token_id", "think_end_token")
 
 
-@dataclass(eq=False)
-class Request:
-    """A request to the server."""
-
-    name: str  # for messages
-    variant: ServedVariant
-    payload: Callable[[], dict[str, Any]]  # builds the body, without the fields that name the variant
-    parse: Callable[[dict[str, Any]], Any]  # extracts the result; `InputError` if another answer would be the same
-    done: Callable[[Any], None] = lambda result: None  # called with the result as soon as it arrives
-    result: Any = None
-    failures: int = 0
-    error: Any = None  # of the last failure, if the request is given up
-
-
-class GeneratedText(str):
-    """A generated text."""
-
-    ending: Ending | None = None  # if the server reports it
-    is_missing = False  # whether the content is null: such a text counts as empty, and is not stored
-
-
-class PrunedServerLM(AnsweringLM, LocalCompletionsAPI):
+class PrunedServerLM(PrunedLM, LocalCompletionsAPI):
     """Evaluates a model on a server, whose adapters prune heads (`lmeval-prune export adapter`).
 
     Args:
         base_url: address of the server.
-        arguments: the fields of `ServerOptions` (`models/server_options.py`); `heads`, `mask`, `router` and its
-            options, `responses` as for `pruned-hf`.
+        arguments: the fields of `ServerOptions` (`models/servers.py`); `heads`, `mask`, `router` and its options,
+            `responses` as for `pruned-hf`.
 
     Attributes:
         adapters: name → manifest of each adapter in the folder `adapters=`; empty without one.
@@ -110,8 +95,7 @@ class PrunedServerLM(AnsweringLM, LocalCompletionsAPI):
     why_no_cache = "--use_cache cannot tell served variants apart; use responses=FOLDER among the model_args"
     chat = False
     MULTIMODAL = False
-    engine = weights = None
-    local: str | None = None  # digest of the weights of `pretrained=`, if they are here
+    engine = None
 
     @print_input_errors
     def __init__(self, base_url: Any = None, **arguments: Any) -> None:
@@ -122,8 +106,7 @@ class PrunedServerLM(AnsweringLM, LocalCompletionsAPI):
         for intervention in self.arguments.interventions:
             if not isinstance(intervention, HeadMask):
                 raise InputError(
-                    f"a server's adapters can only prune heads: {type(intervention).__name__} cannot be served; give "
-                    f"heads=, mask= or router=, or use pruned-hf"
+                    f"a server's adapters only prune heads, not {type(intervention).__name__}: use pruned-hf"
                 )
         for name in self.arguments.others:
             raise unknown_argument(name, SERVER_OPTIONS)
@@ -132,7 +115,6 @@ class PrunedServerLM(AnsweringLM, LocalCompletionsAPI):
             raise InputError("a request has one adapter: give either lora=, or heads=, mask= or router=")
         self.lora = read_lora(options.lora) if options.lora else {}
         self.kind, self.seed, self.url = KINDS[options.server], options.seed, options.url
-        self.endings: deque[Ending] = deque()
         self._stopped: InputError | None = None  # why no more requests are sent
         self._is_known = False  # whether the server is the one of the start: it can have been started again
         source = {"revision": options.revision, "trust_remote_code": options.trust_remote_code}
@@ -141,7 +123,7 @@ class PrunedServerLM(AnsweringLM, LocalCompletionsAPI):
         self.checkpoint = Checkpoint({**source, **description})
         self.config, self.model_map = self.checkpoint.config, self.checkpoint.map
         self.adapters = read_adapters(options.adapters) if options.adapters else {}
-        self.base, self.dtype = self._identify()
+        local = self._identify()
         tokenizer = embedded.resolve(str(options.tokenizer or self.checkpoint.path))
         with as_input_error(f"the tokenizer of {tokenizer} cannot be loaded; give tokenizer="):
             super().__init__(
@@ -149,86 +131,66 @@ class PrunedServerLM(AnsweringLM, LocalCompletionsAPI):
                 tokenizer_backend="huggingface",
                 tokenizer=tokenizer,
                 max_length=options.max_length or resolve_max_length(self.config, None),  # for its log
-                **options.api_options,
+                **options.given(*_API_OPTIONS),
             )
         if options.ca_cert_path and options.verify_certificate:
             self.verify_certificate = ssl.create_default_context(cafile=options.ca_cert_path)
+        if options.auth_token and not options.header:  # lm-eval reads it from the environment only
+            self.header = {"Authorization": f"Bearer {options.auth_token}"}
         self.add_bos_token, self.think_end_token = options.add_bos_token, options.think_end_token
+        self.max_gen_toks = self._max_gen_toks
         self.chat_template_args = options.template_arguments
         self.served = self._ask(self._list)
-        self._check_served()
-        self._encode = lru_cache(maxsize=4096)(self.tok_encode)  # each variant has the same prompts
-        self.answering = ServerAnswering(self)
-        try:
-            variants = self.answering.variants()
-            for variant in variants:
-                self.adapter_hashes(variant)  # raises if one is missing
-            if options.probe:
-                self._probe(variants)
-        except BaseException:
-            self.answering.close()
-            raise
-
-    def close(self) -> None:
-        """Release the answer store."""
-        self.answering.close()
-
-    # ------------------------------------------------------------------ set-up
-
-    def _identify(self) -> tuple[str, str]:
-        """Return the digest of the served checkpoint and the type in which the server computes (empty if unknown).
-
-        Both are of the adapters' manifests, or of `pretrained=`, if its weights are here, and `dtype=`.
-        """
-        path, folder = self.checkpoint.path, self.options.adapters
-        bases = {adapter["base"]["checkpoint"] for adapter in self.adapters.values()}
-        dtypes = {adapter["dtype"] for adapter in self.adapters.values()}
-        with suppress(InputError):  # only configuration and tokenizer are here
-            self.local = checkpoint_identity(path, self.options.revision)
-        if self.adapters and (len(bases) > 1 or self.local not in (None, *bases)):
-            raise InputError(
-                f"adapters in {folder} were made from another model than {path}; give pretrained= of the served model, "
-                f"or export the adapters again"
-            )
-        dtype = str(self.options.dtype or "").removeprefix("torch.")
-        if dtype and dtypes and dtypes != {dtype}:
-            raise InputError(
-                f"{folder} was made for servers in {', '.join(sorted(dtypes))}, not in dtype={dtype}; export the "
-                f"adapters in the type in which the server computes"
-            )
-        dtype = dtype or (dtypes.pop() if len(dtypes) == 1 else "")
-        base = bases.pop() if bases else self.local
-        if self.arguments.responses and not base:
-            raise InputError(
-                f"{path} has no weights here, so stored answers could not be told from those of another model of this "
-                f"shape: give adapters=FOLDER, whose manifests name the weights, or leave out responses="
-            )
-        if self.arguments.responses and not dtype:
-            raise InputError("responses= needs the type in which the server computes: give dtype=, e.g. dtype=bfloat16")
-        return str(base or digest([path, config_fingerprint(self.config)])), dtype
-
-    def _check_served(self) -> None:
-        """Refuse a server of other weights, if its folder is here; warn of shorter contexts and of a coarser type."""
-        served, length = self.served, self.options.max_length or resolve_max_length(self.config, self.tokenizer)
-        self.max_length = min(length, served.max_length or length)
+        length = options.max_length or resolve_max_length(self.config, self.tokenizer)
+        self.max_length = min(length, self.served.max_length or length)
         if self.max_length < length:
             logger.warning(
                 "%s takes %d tokens, and the model %d: longer prompts are cut to their end, and answers can differ",
                 *(self.url, self.max_length, length),
             )
-        stored = served.parameter_bytes
-        if self.adapters and stored is not None and self.dtype and stored < getattr(torch, self.dtype).itemsize:
-            logger.warning(
-                "%s has %.3g bytes for each parameter, and %s is for %s: heads are pruned exactly only if the output "
-                "projections are in that type, which `export adapter --served FILE.gguf` checks",
-                *(self.url, stored, self.options.adapters, self.dtype),
-            )
         # adapters name the model that serves them, and llama.cpp lists no folder
-        is_here = served.root and Path(served.root).is_dir() and not (self.adapters or self.kind.adapter_list)
-        if self.local and is_here and checkpoint_identity(str(served.root)) != self.local:
-            raise InputError(f"{self.url} serves {served.root}, which has other weights than {self.checkpoint.path}")
+        root = None if self.adapters or self.kind.adapter_list else self.served.root
+        if local and root and Path(root).is_dir() and checkpoint_identity(str(root)) != local:
+            raise InputError(f"{self.url} serves {root}, which has other weights than {self.checkpoint.path}")
+        self._encode = lru_cache(maxsize=4096)(self.tok_encode)  # each variant has the same prompts
+        try:
+            self.begin_answering()
+            for variant in self.variants():
+                self.adapter_hashes(variant)  # raises if one is missing
+            if options.probe:
+                self._probe()
+        except BaseException:
+            self.close()
+            raise
 
-    def _probe(self, variants: Sequence[ServedVariant]) -> None:
+    # ------------------------------------------------------------------ set-up
+
+    def _identify(self) -> str | None:
+        """Find the digest of the served checkpoint and the type in which the server computes (empty if unknown).
+
+        Both are of the adapters' manifests, or of `pretrained=`, if its weights are here, and `dtype=`. Returns the
+        digest of the weights that are here.
+        """
+        path, folder, local = self.checkpoint.path, self.options.adapters, None
+        bases = {adapter["base"]["checkpoint"] for adapter in self.adapters.values()}
+        dtypes = {adapter["dtype"] for adapter in self.adapters.values()}
+        with suppress(InputError):  # only configuration and tokenizer are here
+            local = checkpoint_identity(path, self.options.revision)
+        if self.adapters and (len(bases) > 1 or local not in (None, *bases)):
+            raise InputError(f"adapters in {folder} were made from another model than pretrained={path}")
+        dtype = str(self.options.dtype or "").removeprefix("torch.")
+        if dtype and dtypes and dtypes != {dtype}:
+            raise InputError(f"{folder} was made for servers in {', '.join(sorted(dtypes))}, not in dtype={dtype}")
+        self.dtype = dtype or (dtypes.pop() if len(dtypes) == 1 else "")
+        base = bases.pop() if bases else local
+        if self.arguments.responses and not base:
+            raise InputError(f"{path} has no weights here to identify stored answers by: give adapters=FOLDER")
+        if self.arguments.responses and not self.dtype:
+            raise InputError("responses= needs the type in which the server computes: give dtype=, e.g. dtype=bfloat16")
+        self.base = str(base or digest([path, config_fingerprint(self.config)]))
+        return local
+
+    def _probe(self) -> None:
         """Refuse a server with another tokenizer or other weights, or under which two variants answer alike.
 
         A misconfigured server answers without an error: for example, an adapter that matches no module leaves the model
@@ -244,26 +206,23 @@ class PrunedServerLM(AnsweringLM, LocalCompletionsAPI):
         scored = {"max_tokens": 1, "echo": True} if self.kind.scores_prompts else {"max_tokens": PROBE_ANSWER}
         settings = {**self.kind.sampling_fields({"temperature": 0}, False, len(own)), **self.kind.logprob_settings}
         probe = {"prompt": own[:PROBE_PROMPT], **settings, **scored}
-        pruned = [variant for variant in variants if variant != UNPRUNED]
+        pruned = [variant for variant in self.variants() if variant != UNPRUNED]
         asked = [*[UNPRUNED] * 4, *pruned]  # repeated to measure the server's noise
         mixed = [each for variant in pruned for each in (variant, UNPRUNED)]
-        alone, together = (
-            [Request("a probe", variant, lambda: probe, self._parse_signature) for variant in part]
-            for part in (asked, mixed)
-        )
-        with replaced(self, base_url=f"{self.url}/v1/completions"):
-            with replaced(self, _concurrent=1):
-                signatures: list[Signature] = self.send(alone)
-            in_one_batch: list[Signature] = self.send(together)
+
+        def ask(variants: list[ServedVariant], at_once: int) -> list[Signature]:
+            with replaced(self, base_url=f"{self.url}/v1/completions", _concurrent=at_once):
+                return self.send([Request("a probe", each, lambda: probe, self._parse_signature) for each in variants])
+
+        signatures, in_one_batch = ask(asked, 1), ask(mixed, self._concurrent)
         noise = max(MIN_DISTANCE, 1.5 * max(distance(*pair, 1) for pair in combinations(signatures[:4], 2)))
-        for (other, first), (variant, second) in combinations(zip(asked[3:], signatures[3:], strict=True), 2):
+        known = dict(zip(asked[3:], signatures[3:], strict=True))
+        for (other, first), (variant, second) in combinations(known.items(), 2):
             if distance(first, second, 1) <= noise:
                 raise InputError(
-                    f"{self.url} gives the same answers under {variant} as under {other}: both names mean one "
-                    f"adapter, or an adapter matches no module (vLLM: --lora-target-modules o_proj); start it with the "
-                    f"command that `lmeval-prune export adapter` prints"
+                    f"{self.url} answers alike under {variant} and {other}: an adapter matches no module (vLLM: "
+                    f"--lora-target-modules o_proj); start it by the command that `lmeval-prune export adapter` prints"
                 )
-        known = dict(zip(asked[3:], signatures[3:], strict=True))
         for variant, signature in zip(mixed, in_one_batch, strict=True):
             if min(known, key=lambda name: distance(signature, known[name], 1)) != variant:
                 raise InputError(
@@ -271,8 +230,7 @@ class PrunedServerLM(AnsweringLM, LocalCompletionsAPI):
                     f"with a slot more than there are adapters (vLLM: --max-loras)"
                 )
         if path := self.record_path:
-            store = self.answering.store
-            is_empty = store is not None and store.folder == path.parent and not store.responses
+            is_empty = self.store is not None and self.store.folder == path.parent and not self.store.responses
             check_record(path, self.record_key, self.dtype, signatures[0], is_empty, self.url)
 
     def _parse_signature(self, body: dict[str, Any]) -> Signature:
@@ -297,40 +255,24 @@ class PrunedServerLM(AnsweringLM, LocalCompletionsAPI):
         """Return what stored answers depend on of the served model: others have a record of their own."""
         return [self.kind.name, self.dtype, self.base, self.served.identity if self.kind.adapter_list else None]
 
-    # ------------------------------------------------------------------ identity
+    # ------------------------------------------------------------------ variants and identity
 
-    @property
-    def api_key(self) -> str:
-        """Return `auth_token=`, or the key in the environment."""
-        return str(self.auth_token or super().api_key)
+    def applied(self) -> tuple[Intervention, ...]:
+        """Return the head masks of the model_args."""
+        return self.arguments.interventions
 
-    @property
-    def max_gen_toks(self) -> int:
-        """Return the default limit of generated tokens."""
-        return int(self._max_gen_toks)
+    def variant(self, attempt: str = DENSE) -> ServedVariant:
+        """Return the variant that prunes the heads of an attempt and of the model_args, or has a LoRA adapter."""
+        for adapter in self.lora:
+            return ServedVariant(adapter)
+        routed = self.router.masks[attempt] if self.router else None
+        masks: Any = combined([*self.applied(), *([routed] if routed else [])])
+        heads = [str(head) for mask in masks for head in mask.heads_of(self.model_map)]
+        return ServedVariant(adapter_name(heads), tuple(heads)) if heads else UNPRUNED
 
-    @cached_property
-    def identity(self) -> dict[str, Any]:
-        """Return the parts of the model that answers depend on, except the variant, as JSON."""
-        identity = {
-            "config": config_fingerprint(self.config),
-            "tokenizer": tokenizer_fingerprint(self.tokenizer),
-            "generation_config": self.checkpoint.generation_digest,
-            "dtype": self.dtype,
-            "arguments": {name: str(value) for name, value in sorted(self.options.answer_options.items())},
-            "server": self.kind.name + ("-chat" if self.chat else ""),
-            "checkpoint": self.base,
-        }
-        # models of one file name in several folders can be several trainings
-        return {**identity, "served": self.served.identity} if self.kind.adapter_list else identity
-
-    @property
-    def outcome_identity(self) -> dict[str, Any]:
-        """Return the hashes of the adapters, on which outcomes depend beside `identity`."""
-        if not self.adapters:
-            raise InputError("a sweep on a server needs the adapters' content: give adapters=FOLDER in model_args")
-        hashes = [item for variant in self.answering.variants() for item in self.adapter_hashes(variant).items()]
-        return {"adapters": dict(sorted(hashes))}
+    def variants(self) -> list[ServedVariant]:
+        """Return all variants that requests may need."""
+        return list(dict.fromkeys(map(self.variant, self.router.pool if self.router else [DENSE])))
 
     def adapter_hashes(self, variant: ServedVariant) -> dict[str, str]:
         """Return the hashes of a variant's adapters: of the folder `adapters=` or `lora=`."""
@@ -344,6 +286,59 @@ class PrunedServerLM(AnsweringLM, LocalCompletionsAPI):
             )
         return {name: str(self.adapters[name]["hash"]) for name in names}
 
+    @cached_property
+    def identity(self) -> dict[str, Any]:
+        """Return the parts of the model that answers depend on, except the variant, as JSON."""
+        answer_options = self.options.given(*_ANSWER_OPTIONS)
+        if self.options.template_arguments:
+            answer_options["template"] = self.options.template_arguments
+        identity = {
+            "config": config_fingerprint(self.config),
+            "tokenizer": tokenizer_fingerprint(self.tokenizer),
+            "generation_config": self.checkpoint.generation_digest,
+            "dtype": self.dtype,
+            "arguments": {name: str(value) for name, value in sorted(answer_options.items())},
+            "server": self.kind.name + ("-chat" if self.chat else ""),
+            "checkpoint": self.base,
+        }
+        # models of one file name in several folders can be several trainings
+        return {**identity, "served": self.served.identity} if self.kind.adapter_list else identity
+
+    @property
+    def outcome_identity(self) -> dict[str, Any]:
+        """Return the hashes of the adapters, on which outcomes depend beside `identity`."""
+        if not self.adapters:
+            raise InputError("a sweep on a server needs the adapters' content: give adapters=FOLDER in model_args")
+        hashes = [item for variant in self.variants() for item in self.adapter_hashes(variant).items()]
+        return {"adapters": dict(sorted(hashes))}
+
+    @property
+    def versions(self) -> dict[str, Any]:
+        """Return the versions that answers depend on; servers do not use the transformers installed here."""
+        return {**code_versions("lm_eval"), "answering": SERVED_ANSWERING}
+
+    def sampling_key(self, request: Any, repeat: int) -> list[Any]:
+        """Return the seed of an attempt."""
+        return [sampling_seed(self.seed, repeat)]
+
+    def key_parts(
+        self, kind: str, masks: Mapping[Any, HeadMask | None]
+    ) -> Callable[[Any, int, Hashable], tuple[dict[str, Any], str]]:
+        """Return the function of `PrunedLM.key_parts`, which adds the adapters, and where a request is cut."""
+        own = super().key_parts(kind, masks)
+
+        def parts(request: Any, repeat: int, name: Any) -> tuple[dict[str, Any], str]:
+            variant = self.variant(name)
+            cut: Any = int(self.max_length)  # tokens that a request is cut to; None if it fits
+            if kind == "generate_until":
+                room = self.max_length - generation.answer_limit(request.args[1], self.max_gen_toks)
+                is_cut = not self.chat and request.args[0] and len(self._encode(request.args[0])) > room
+                cut = room if is_cut else None
+            adapters = {"cut": cut, "adapters": self.adapter_hashes(variant)}
+            return {**own(request, repeat, name)[0], **adapters}, str(variant)
+
+        return parts
+
     def get_model_info(self) -> dict[str, Any]:
         """Return the section `pruning` of the results file."""
         masks: Any = self.arguments.interventions
@@ -353,11 +348,11 @@ class PrunedServerLM(AnsweringLM, LocalCompletionsAPI):
             info["lora"] = self.lora
         if self.adapters:
             info["adapters"] = {name: adapter["hash"] for name, adapter in self.adapters.items()}
-        if self.arguments.router:
-            info["router"] = self.arguments.router.info
+        if self.router:
+            info["router"] = self.router.info
         return {"pruning": info}
 
-    # ------------------------------------------------------------------ prompts
+    # ------------------------------------------------------------------ what lm-eval's class asks for
 
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, left_truncate_len: int | None = None, **_: Any
@@ -374,8 +369,6 @@ class PrunedServerLM(AnsweringLM, LocalCompletionsAPI):
         """Return a key for lm-eval's cache of requests."""
         return str(self.tokenizer.name_or_path).replace("/", "__")
 
-    # ------------------------------------------------------------------ sending
-
     def create_message(self, messages: Any, generate: bool = False) -> Any:
         """Return the one request of a batch."""
         return messages[0]
@@ -387,6 +380,8 @@ class PrunedServerLM(AnsweringLM, LocalCompletionsAPI):
     def parse_generations(outputs: Any, **_: Any) -> list[Any]:
         """Return the body of a response, which `Request.parse` reads."""
         return [outputs]
+
+    # ------------------------------------------------------------------ sending
 
     def send(self, requests: Sequence[Request]) -> list[Any]:
         """Send requests variant by variant, so that few adapters are in use at a time; return their results.
@@ -468,12 +463,29 @@ class PrunedServerLM(AnsweringLM, LocalCompletionsAPI):
         with as_input_error(f"{self.url} does not answer: start it, or give another base_url= or server="):
             return asyncio.run(run())
 
-    # ------------------------------------------------------------------ generation
+    # ------------------------------------------------------------------ answers
 
-    def generating(self, request: Any, repeat: int, done: Callable[[GeneratedText], None]) -> Request:
-        """Return the server's request for one of lm-eval's."""
+    def check_requests(self, kind: str, requests: list[Any]) -> None:
+        """Refuse log-likelihoods if the server does not return the log-probabilities of a prompt."""
+        if kind != "generate_until" and (not self.kind.scores_prompts or self.chat):
+            source = "a chat" if self.chat else f"server={self.kind.name}"
+            raise InputError(
+                f"task {requests[0].task_name} scores given texts, and {source} does not: use server=vllm, or pruned-hf"
+            )
+
+    def compute(self, pending: PendingRequests, disable_tqdm: bool) -> list[Any]:
+        """Answer by the server."""
+        if pending.kind == "generate_until":
+            rows = zip(pending.requests, pending.repeats, pending.keys, strict=True)
+            return [text for text, _ in self.send([self._generating(*row, pending.add) for row in rows])]
+        # a server generates one more token
+        with report_answers(self, pending.answered), replaced(self, max_length=self.max_length - 1):
+            return list(getattr(LocalCompletionsAPI, pending.kind)(self, pending.requests, disable_tqdm=disable_tqdm))
+
+    def _generating(self, request: Any, repeat: int, key: Any, add: Callable[..., None]) -> Request:
+        """Return the server's request for one of lm-eval's; its result is a text and the columns to store beside it."""
         name, (context, settings) = f"task {request.task_name}, document {request.doc_id}", request.args
-        if self.arguments.router or not generation.is_sampling(settings):
+        if self.router or not generation.is_sampling(settings):
             settings = generation.without_sampling(settings)
         options: dict[str, Any] = dict(normalize_gen_kwargs(settings, self.max_gen_toks))
         until = handle_stop_sequences(options.pop("until", None), eos=self.eos_string)
@@ -494,36 +506,29 @@ class PrunedServerLM(AnsweringLM, LocalCompletionsAPI):
         def payload() -> dict[str, Any]:
             return fixed if self.chat else {**fixed, "prompt": self._encode(context)[-room:]}
 
-        def parse(body: dict[str, Any]) -> GeneratedText:
+        def parse(body: dict[str, Any]) -> tuple[str, dict[str, Any]]:
             choices = [choice for choice in body["choices"] if choice.get("index", 0) == 0]
             (answer,) = {choice["message"]["content"] if self.chat else choice["text"] for choice in choices}
             reasons = {choice.get("finish_reason") for choice in choices}
             if reasons & {"abort", "error"}:
                 raise ValueError("it aborted its answer")
             if answer is None:
-                logger.warning(
-                    "%s: an answer without text (content is null) counts as empty and is not stored: give more "
-                    "max_gen_toks, or start the server without a reasoning parser",
-                    name,
-                )
-                text = GeneratedText()
-                text.is_missing = True
-                return text
+                logger.warning("%s: an answer without text counts as empty and is not stored; more max_gen_toks?", name)
+                return "", {"is_answer": False}
             answer = answer.removeprefix(beginning if self.kind.repeats_beginning else "")
-            text = GeneratedText(postprocess_generated_text(answer, until, self.think_end_token))
+            text = postprocess_generated_text(answer, until, self.think_end_token)
             count = (body.get("usage") or {}).get("completion_tokens")
-            if isinstance(count, int) and 0 <= count < 1 << 31 and None not in reasons:
-                text.ending = Ending(count, "length" in reasons)
-                if text.ending.cut_off and count < length:
-                    raise InputError(
-                        f"it ends its answer after {count} of {length} tokens, without an end token: its context is "
-                        f"full, or it has a limit of its own (llama.cpp: --predict); start it with a larger one, or "
-                        f"give a smaller max_length= or max_gen_toks"
-                    )
-            return text
+            if not isinstance(count, int) or not 0 <= count < 1 << 31 or None in reasons:
+                return text, {}
+            if "length" in reasons and count < length:
+                raise InputError(
+                    f"it ends its answer after {count} of {length} tokens: its context is full, or it has a limit of "
+                    f"its own (llama.cpp: --predict); start it with a larger one, or give a smaller max_gen_toks"
+                )
+            return text, {"length": count, "cut_off": "length" in reasons}
 
-        variant = self.answering.variant(self.answering.attempt(request, repeat))
-        return Request(name, variant, payload, parse, done)
+        variant = self.variant(self.attempt(request, repeat))
+        return Request(name, variant, payload, parse, lambda result: add(key, result[0], **result[1]))
 
     def _sampling_settings(self, settings: dict[str, Any], is_sampled: bool) -> dict[str, Any]:
         """Complete a task's settings as `hf` does: with the model's generation config, then with `hf`'s defaults."""
@@ -544,26 +549,15 @@ class PrunedServerLM(AnsweringLM, LocalCompletionsAPI):
                 accepted = sorted(self.kind.generation_settings)
                 source = "the model's own " if name not in settings else ""
                 raise InputError(
-                    f"{source}generation setting {name}={result[name]} cannot be sent to server={self.kind.name}"
-                    f"{did_you_mean(name, accepted)}; it takes {', '.join(accepted)}: change gen_kwargs"
+                    f"server={self.kind.name} does not take {source}generation setting {name}={result[name]}, only "
+                    f"{', '.join(accepted)}: change gen_kwargs"
                 )
         return result
 
-    # ------------------------------------------------------------------ log-likelihoods
-
-    def check_requests(self, kind: str, requests: list[Any]) -> None:
-        """Refuse log-likelihoods if the server does not return the log-probabilities of a prompt."""
-        if kind != "generate_until" and (not self.kind.scores_prompts or self.chat):
-            source = "a chat" if self.chat else f"server={self.kind.name}"
-            raise InputError(
-                f"task {requests[0].task_name} scores given texts, and {source} does not return the log-probabilities "
-                f"of a prompt: use server=vllm with --model pruned-server, or pruned-hf"
-            )
-
     def _loglikelihood_tokens(self, requests: Sequence[Any], **_: Any) -> list[tuple[float, bool]]:
-        return self.send([self.scoring(*request) for request in requests])
+        return self.send([self._scoring(*request) for request in requests])
 
-    def scoring(self, texts: tuple[str, str] | None, context: list[int], continuation: list[int]) -> Request:
+    def _scoring(self, texts: tuple[str, str] | None, context: list[int], continuation: list[int]) -> Request:
         """Return a request that scores tokens; `texts` are None for a window of a text."""
         tokens = [*context, *continuation][-self.max_length :]
         length = len(tokens) - len(continuation)
@@ -588,7 +582,7 @@ class PrunedServerLM(AnsweringLM, LocalCompletionsAPI):
             if texts:
                 self.cache_hook.add_partial("loglikelihood", texts, score)
 
-        return Request(name, self.answering.variant(), lambda: payload, parse, done)
+        return Request(name, self.variant(), lambda: payload, parse, done)
 
 
 class PrunedServerChatLM(PrunedServerLM):
@@ -603,75 +597,3 @@ class PrunedServerChatLM(PrunedServerLM):
     def chat_template(self, chat_template: bool | str = False) -> str | None:
         """Return an empty text: only the server knows the template."""
         return ""
-
-
-class ServerAnswering(Answering):
-    """Answers requests from the answer store, and all others by the server."""
-
-    def _applied(self) -> tuple[Intervention, ...]:
-        applied: tuple[Intervention, ...] = self.lm.arguments.interventions
-        return applied
-
-    @property
-    def versions(self) -> dict[str, Any]:
-        """Return the versions that answers depend on; servers do not use the transformers installed here."""
-        return {**code_versions("lm_eval"), "answering": SERVED_ANSWERING}
-
-    def _sampling_key(self, request: Any, repeat: int) -> list[Any]:
-        return [sampling_seed(self.lm.seed, repeat)]
-
-    def _key_parts(self, kind: str, request: Any, repeat: int) -> tuple[dict[str, Any], str]:
-        parts, _ = super()._key_parts(kind, request, repeat)
-        lm, variant = self.lm, self.variant(self.attempt(request, repeat))
-        cut: Any = int(lm.max_length)  # tokens that a request is cut to; None if it fits
-        if kind == "generate_until":
-            room = lm.max_length - generation.answer_limit(request.args[1], lm.max_gen_toks)
-            is_cut = not lm.chat and request.args[0] and len(lm._encode(request.args[0])) > room
-            cut = room if is_cut else None
-        return {**parts, "cut": cut, "adapters": lm.adapter_hashes(variant)}, str(variant)
-
-    def variant(self, name: str = DENSE) -> ServedVariant:
-        """Return the variant that prunes the heads of an attempt and of the model_args, or has a LoRA adapter."""
-        for adapter in self.lm.lora:
-            return ServedVariant(adapter)
-        routed = self.router.masks[name] if self.router else None
-        masks: Any = combined([*self._applied(), *([routed] if routed else [])])
-        heads = [str(head) for mask in masks for head in mask.heads_of(self.lm.model_map)]
-        return ServedVariant(adapter_name(heads), tuple(heads)) if heads else UNPRUNED
-
-    def variants(self) -> list[ServedVariant]:
-        """Return all variants that requests may need."""
-        names = self.router.pool if self.router else [DENSE]
-        return list(dict.fromkeys(map(self.variant, names)))
-
-    @property
-    def _group_size(self) -> int:
-        return 1
-
-    def _run(self, pending: PendingRequests, disable_tqdm: bool) -> list[Any]:
-        def keep(text: GeneratedText, key: Any) -> None:
-            if text.is_missing and self.store:
-                self.store.responses[key] = text  # used in this run, not stored
-            else:
-                pending.add(key, text, **(text.ending._asdict() if text.ending else {}))
-
-        lm = self.lm
-        if pending.kind == "generate_until":
-            rows = zip(pending.requests, pending.repeats, pending.keys, strict=True)
-            return list(lm.send([lm.generating(*row, partial(keep, key=key)) for *row, key in rows]))
-        with self._hooked(pending), replaced(lm, max_length=lm.max_length - 1):  # a server generates one more token
-            return list(getattr(LocalCompletionsAPI, pending.kind)(lm, pending.requests, disable_tqdm=disable_tqdm))
-
-
-def sampling_seed(seed: int, attempt: int) -> int:
-    """Return the seed of an attempt; runs with neighbouring seeds draw differently."""
-    return int(digest([seed, attempt]), 16) & 0x7FFFFFFF
-
-
-def log_probability(value: Any) -> float:
-    """Return a value if it is a log-probability; `InputError` otherwise (NaN, infinite, null, text)."""
-    if type(value) not in (int, float) or not -sys.float_info.max <= value <= MAX_LOG_PROBABILITY:
-        raise InputError(
-            f"a log-probability is {repr(value)[:40]}, not a number up to 0; does the model overflow in its type?"
-        )
-    return float(value)

@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from lm_eval.api.model import LM
 from lm_eval.api.registry import get_model
-from lm_eval.models import api_models
-from lm_eval.models.api_models import TemplateAPI
+from lm_eval.models.api_models import LMEVAL_MODEL_NONE_ANSWER_PLACEHOLDER, TemplateAPI
 from lm_eval.models.huggingface import HFLM
 
 from lmeval_prune.artefacts import content_digest, digest
@@ -25,8 +24,8 @@ from lmeval_prune.config import Count, parse_value
 from lmeval_prune.errors import InputError, print_input_errors
 from lmeval_prune.models import generation
 from lmeval_prune.models.answer_store import AnswerStore, PendingRequests, answer_requests
+from lmeval_prune.models.answering import AnsweringLM, compute_in_parts, use_lm_eval_logging
 from lmeval_prune.models.identity import IGNORED_ARGUMENTS, argument_identity, code_versions
-from lmeval_prune.models.lm_base import AnsweringLM, CheckedArgumentsLM, report_answers, use_lm_eval_logging
 
 # Arguments of served and other models that change how fast or by whom an answer is computed, but not the answer.
 _IGNORED = (IGNORED_ARGUMENTS - {"dtype"}) | {
@@ -41,7 +40,7 @@ _TAKES_SEED = (
 )
 
 
-class ResumableLM(CheckedArgumentsLM):
+class ResumableLM(AnsweringLM):
     """Creates any lm-eval model with an answer store.
 
     Args:
@@ -56,7 +55,7 @@ class ResumableLM(CheckedArgumentsLM):
         """Create the model that `lm=` names."""
         use_lm_eval_logging()
         every, model = parse_value("store_every", store_every, Count), get_model(lm)
-        if issubclass(model, CheckedArgumentsLM):
+        if issubclass(model, AnsweringLM):
             raise InputError(f"lm={lm} is a model of lmeval-prune; use --model {lm}")
         if not responses:
             raise InputError("name the folder of the answers: responses=FOLDER")
@@ -100,10 +99,6 @@ class _Resumable(AnsweringLM):
     takes_seed: bool
     model_digest: str
 
-    def close(self) -> None:
-        """Release the answer store; garbage collection does the same."""
-        self.store.close()
-
     def answer(self, kind: str, requests: list[Any], disable_tqdm: bool) -> list[Any]:
         """Return the responses to requests of one kind; `InputError` if an answer cannot be stored."""
         is_served, module = isinstance(self, TemplateAPI), self.model_class.__module__
@@ -135,34 +130,21 @@ class _Resumable(AnsweringLM):
             return replace(request, arguments=(request.args[0], {**request.args[1], "seed": int(key, 16) & 0x7FFFFFFF}))
 
         def run(pending: PendingRequests) -> list[Any]:
-            def add(key: str, response: Any, **columns: Any) -> None:
-                """Store a response; what lm-eval takes for a text that a server did not send is used once."""
-                missing = is_served and response == api_models.LMEVAL_MODEL_NONE_ANSWER_PLACEHOLDER
-                if response is None or missing:
-                    self.store.responses.setdefault(key, response)
-                else:
-                    pending.add(key, response, **columns)
+            def add(key: str, response: Any) -> None:  # what lm-eval takes for a text that a server did not send is
+                is_text = response != LMEVAL_MODEL_NONE_ANSWER_PLACEHOLDER or not is_served  # used in this run only
+                pending.add(key, response, is_answer=is_text and response is not None)
 
-            asked = [with_seed(*pair) for pair in zip(pending.requests, pending.repeats, strict=True)]
+            asked = list(map(with_seed, pending.requests, pending.repeats))
             own = PendingRequests(kind, add, asked, pending.keys, pending.repeats)
             grouped = [index for index, request in enumerate(asked) if is_grouped(request)]
-            others = sorted({*range(len(asked))} - {*grouped})
             reports = isinstance(self, HFLM | TemplateAPI) and kind != "loglikelihood_rolling"  # each batch
-            devices = [self.device] if getattr(self.device, "type", "") == "cuda" else []
-            responses: dict[int, Any] = {}
-            for part, size in ((others, len(asked) if reports else self.store_every), (grouped, self.store_every)):
-                size = len(asked) if self.world_size > 1 else size  # ranks synchronise
-                for indices in (part[start : start + size] for start in range(0, len(part), size)):
-                    keys = [own.keys[index] for index in indices]
-                    with report_answers(self, own.answered), torch.random.fork_rng(devices):
-                        if part is grouped:
-                            torch.manual_seed(int(digest([seed, keys]), 16) >> 1)
-                        compute = getattr(self.model_class, kind)
-                        computed = compute(self, [asked[index] for index in indices], **options)
-                    for index, key, response in zip(indices, keys, computed, strict=True):
-                        responses[index] = response
-                        add(key, response)
-            return [responses[index] for index in range(len(asked))]
+            group_size = len(asked) if self.world_size > 1 else self.store_every  # ranks synchronise
+            size = len(asked) if reports else group_size
+
+            def compute(chosen: list[Any], is_group: bool) -> list[Any]:
+                return list(getattr(self.model_class, kind)(self, chosen, **options))
+
+            return compute_in_parts(self, own, compute, size, grouped, group_size, seed)
 
         size = self.store_every
         return answer_requests(self.store, requests, kind, key_parts, run, self.any_rank, is_grouped, size)[0]

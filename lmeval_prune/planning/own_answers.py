@@ -117,11 +117,11 @@ class Answerer:
                 for x in questions
             ]
             texts = lm.generate_until(requests)
-            records = lm.answering.stored("generate_until", requests)
+            records = lm.stored_records("generate_until", requests)
             pairs = zip(requests, texts, records, strict=True)
             answers = [self._answer(lm, request, text, record) for request, text, record in pairs]
-            assert lm.answering.store
-            lm.answering.store.compact()
+            assert lm.store
+            lm.store.compact()
         finally:
             lm.close()
         return answers

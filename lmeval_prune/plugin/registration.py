@@ -31,7 +31,7 @@ def register_models() -> None:
     """Add `MODELS` to lm-eval's registry; names that lm-eval read from entry points stay."""
     from lm_eval.api.registry import model_registry
 
-    from lmeval_prune.models.registered import TARGETS
+    from lmeval_prune.models import TARGETS
 
     TARGETS.update(router=ROUTING, process=f"{__name__}:{register.__name__}")
     _register(model_registry, MODELS)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lmeval_prune.artefacts import check_finite, digest
 from lmeval_prune.errors import InputError
-from lmeval_prune.models.attempts import DENSE
+from lmeval_prune.models.head_router import DENSE
 from lmeval_prune.scoring.passes import pass_ordered
 from lmeval_prune.sprint.options import FitOptions
 from lmeval_prune.sprint.outcomes import Outcomes

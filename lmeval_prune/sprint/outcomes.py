@@ -26,11 +26,10 @@ import numpy as np
 import pyarrow as pa
 from typing_extensions import TypedDict
 
-from lmeval_prune.artefacts import check_same, parse_json, read_artefact, write_artefact
+from lmeval_prune.artefacts import check_same, parse_json, read_artefact, read_table, write_artefact, write_table
 from lmeval_prune.errors import InputError
-from lmeval_prune.models.answer_store import read_answers, read_table, write_table
-from lmeval_prune.models.attempts import attempt_order
-from lmeval_prune.models.lengths import Ending, cut_off_note, merge_lengths, summarize_lengths
+from lmeval_prune.models.answer_store import Ending, cut_off_note, merge_lengths, read_answers, summarize_lengths
+from lmeval_prune.models.head_router import attempt_order
 
 logger = logging.getLogger(__name__)
 SCHEMA = "lmeval-prune/outcomes"
@@ -108,7 +107,7 @@ class Outcomes:
 
     @cached_property
     def lengths(self) -> dict[str, Any]:
-        """Return the lengths of all answers, as in `models/lengths.py`; empty if they are not known."""
+        """Return the lengths of all answers, as `Lengths`; empty if they are not known."""
         if self.tokens is None or self.cut is None:
             return {}
         endings: dict[str, list[Ending | None]] = defaultdict(list)

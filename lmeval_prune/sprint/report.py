@@ -18,7 +18,7 @@ import pandas as pd
 from lmeval_prune.architectures import Head
 from lmeval_prune.artefacts import CREATED_BY, digest, write_text
 from lmeval_prune.errors import InputError, first_few
-from lmeval_prune.models.attempts import DENSE, is_single_head
+from lmeval_prune.models.head_router import DENSE
 from lmeval_prune.reporting.documents import render
 from lmeval_prune.reporting.statistics import holm, mean_interval, sign_flip_test
 from lmeval_prune.reporting.tables import bold, csv, markdown
@@ -200,7 +200,7 @@ def _pass_rows(curves: Sequence[Curve], bands: Sequence[tuple[np.ndarray, np.nda
 
 def _heads_section(test: Outcomes, options: ReportOptions, folder: Path) -> dict[str, Any]:
     """Draw the figures of single heads and return their numbers; nothing if the store has no single heads."""
-    outcomes = test.columns([name for name in test.pool if name == DENSE or is_single_head(name)])
+    outcomes = test.columns([name for name in test.pool if "+" not in name])
     if outcomes.pool == [DENSE]:
         return {}
     groups, change_by_head = groups_of(outcomes, options.by), changes(outcomes)

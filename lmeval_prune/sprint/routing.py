@@ -11,8 +11,7 @@ from lmeval_prune.artefacts import digest
 from lmeval_prune.errors import InputError, brief
 from lmeval_prune.interventions.table import check_weights
 from lmeval_prune.models.arguments import Arguments
-from lmeval_prune.models.attempts import DENSE, attempt_order
-from lmeval_prune.models.head_router import POLICIES, HeadRouter
+from lmeval_prune.models.head_router import DENSE, POLICIES, HeadRouter, attempt_order
 from lmeval_prune.sprint.outcomes import OutcomeStore, question_field
 from lmeval_prune.sprint.router import Policy, Router, best, nearest, oracle, random_order, random_top
 

@@ -25,8 +25,7 @@ from lmeval_prune.architectures import Head, ModelMap
 from lmeval_prune.artefacts import digest
 from lmeval_prune.errors import InputError
 from lmeval_prune.models import generation
-from lmeval_prune.models.attempts import DENSE, attempt_order
-from lmeval_prune.models.head_router import FixedOrderRouter
+from lmeval_prune.models.head_router import DENSE, FixedOrderRouter, attempt_order
 from lmeval_prune.models.pruned_hf import PrunedHFLM
 from lmeval_prune.models.pruned_server import PrunedServerLM
 from lmeval_prune.sprint.options import DEFAULT_LAYERS, SweepOptions
@@ -244,8 +243,8 @@ def run_sweep(options: SweepOptions) -> Outcomes | None:
         if lm.rank or results is None:
             return None
         store.add(_cells(tasks, results["samples"]))
-        assert lm.answering.store
-        lm.answering.store.compact()  # before another run is allowed to write
+        assert lm.store
+        lm.store.compact()  # before another run is allowed to write
     finally:
         lm.close()
     return store.read()
@@ -272,8 +271,8 @@ def _settings(task: SweptTask, options: SweepOptions, template: str) -> dict[str
 
 def _identity(lm: Any) -> dict[str, Any]:
     name = str(getattr(lm.config, "_name_or_path", ""))
-    identity = {"name": Path(name).name or name, **lm.identity, "interventions": lm.answering.interventions()}
-    return {**json.loads(json.dumps(identity | {"versions": lm.answering.versions})), **lm.outcome_identity}
+    identity = {"name": Path(name).name or name, **lm.identity, "interventions": lm.intervention_identities()}
+    return {**json.loads(json.dumps(identity | {"versions": lm.versions})), **lm.outcome_identity}
 
 
 def _questions(tasks: dict[str, SweptTask]) -> list[dict[str, Any]]:

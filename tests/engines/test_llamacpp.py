@@ -20,7 +20,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from lmeval_prune.models.server_kinds import KINDS
+from lmeval_prune.models.servers import KINDS
 from tests.engines.conftest import LOCAL, TOKENS, evaluate, run
 from tests.engines.server import Server
 

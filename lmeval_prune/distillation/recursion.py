@@ -22,8 +22,8 @@ from lmeval_prune.artefacts import ENVELOPE, Work, content_digest, output_lock, 
 from lmeval_prune.athena.checkpoint import SETTINGS
 from lmeval_prune.checkpoints import embedded
 from lmeval_prune.checkpoints.pruned import read_manifest, removed_blocks
-from lmeval_prune.distance.summary import Summary, summarize_texts
-from lmeval_prune.distance.tokens import logits_of, other_distances
+from lmeval_prune.comparison.distance import Summary, summarize_texts
+from lmeval_prune.comparison.tokens import logits_of, other_distances
 from lmeval_prune.distillation.features import LayerMap
 from lmeval_prune.distillation.host import NOTE, SCHEMA, VERSION, Host, TrainingExamples, read_note
 from lmeval_prune.distillation.lessons import read_lessons

@@ -60,7 +60,7 @@ def importance(
     from lmeval_prune.pruners.parts import DEPTH_KINDS, HEADS, KINDS, Removal, depth_parts_of, parts_of
     from lmeval_prune.pruners.schedule import work_of
     from lmeval_prune.pruners.stores import sums
-    from lmeval_prune.reporting.maps import draw_scores
+    from lmeval_prune.reporting.plot_style import draw_scores
 
     pruner, torch_device = make_pruner(method, options or {}), resolve_device(device)
     kinds = DEPTH_KINDS if pruner.depth_only else KINDS if channels else (HEADS,)
@@ -139,8 +139,7 @@ def prune(
     from lmeval_prune.checkpoints.pruned import check_folder
     from lmeval_prune.checkpoints.skeleton import skeleton_of, with_weights
     from lmeval_prune.checkpoints.tokenizer import tokenizer_of
-    from lmeval_prune.distance.effect import print_effect
-    from lmeval_prune.distance.tokens import logits_under
+    from lmeval_prune.comparison.tokens import logits_under, print_effect
     from lmeval_prune.interventions.plan import Plan
     from lmeval_prune.pruners.base import make_pruner
     from lmeval_prune.pruners.schedule import check_methods, resolve_options, stages
@@ -218,8 +217,7 @@ def cut_model(
         allow_other_model: accept a plan of another model, if it fits
     """
     from lmeval_prune.checkpoints.tokenizer import tokenizer_of
-    from lmeval_prune.distance.effect import print_effect
-    from lmeval_prune.distance.tokens import logits_of
+    from lmeval_prune.comparison.tokens import logits_of, print_effect
     from lmeval_prune.interventions.plan import load_plan
     from lmeval_prune.surgery.cut import write_cut
 

@@ -13,7 +13,7 @@ import pandas as pd
 from lmeval_prune.architectures import Head
 from lmeval_prune.errors import InputError
 from lmeval_prune.models.attempts import DENSE
-from lmeval_prune.reporting.tables import bold, markdown
+from lmeval_prune.reporting.documents import bold, markdown
 from lmeval_prune.sprint.outcomes import Outcomes
 
 GROUPINGS = ("subject", "complexity", "grade", "solution_type", "level", "type", "task")

@@ -11,7 +11,7 @@ import numpy as np
 from lmeval_prune.comparison.distance import answer_distances
 from lmeval_prune.comparison.runs import Evaluation, Run, different, find_runs
 from lmeval_prune.comparison.samples import WEIGHT, choose, columns_of, metric_name
-from lmeval_prune.comparison.tables import Comparison, Table, can_be_averaged, merged, pooled, rows_of, unless_equal
+from lmeval_prune.comparison.tables import Comparison, Table, merged, pooled, rows_of, unless_equal
 from lmeval_prune.errors import InputError, did_you_mean, first_few
 from lmeval_prune.models.lengths import cut_off_note
 
@@ -112,13 +112,7 @@ def compare_runs(
 
 
 def _tasks(names: Sequence[str], base: Run, others: Sequence[Run]) -> tuple[list[str], list[str]]:
-    """Return the tasks to compare, those of the baseline that another run has, and notes.
-
-    Args:
-        names: tasks and groups, which stand for their tasks; empty for all.
-        base: the baseline.
-        others: the other runs; one without any of the tasks is refused.
-    """
+    """Return the tasks to compare (`names`, or all), those of the baseline that another run has, and notes."""
     chosen, notes = _named_tasks(names, base), []
     for run in others:
         if set(chosen).isdisjoint(run.tasks):
@@ -226,7 +220,15 @@ def _tables(
             found = [outcome.document[position] for outcome in evaluations[task][base.name].outcomes]
             kinds = sorted({value for value in found if value is not None})
             for value in kinds if len(kinds) > 1 else ():
-                parts[f"{task}, {column}: {value}"] = table.part(np.flatnonzero([own == value for own in found]))
+                rows = np.flatnonzero([own == value for own in found])
+                parts[f"{task}, {column}: {value}"] = replace(
+                    table,
+                    values=table.values[rows],
+                    texts=[table.texts[row] for row in rows],
+                    numbers=(),
+                    weights=None if table.weights is None else table.weights[rows],
+                    is_part=True,
+                )
     if missing := [column for column in by if not any(f", {column}: " in name for name in parts)]:
         raise InputError(f"by: no compared task has documents of several values of {missing[0]!r}")
     groups, notes = _groups(tables, base.groups, variants)
@@ -288,7 +290,8 @@ def _groups(
             continue
         merged_sets.add(frozenset(leaves[name]))
         task_tables = [tables[task] for task in leaves[name]]
-        if not can_be_averaged(task_tables):
+        # shares are averaged with each other, other metrics only with the same of another task
+        if not all(table.are_shares for table in task_tables) and len({table.metrics for table in task_tables}) > 1:
             notes.append(f"{name}: left out, its tasks have metrics that cannot be averaged")
             continue
         merged_tables[name], merged_notes = merged(name, task_tables, variants)

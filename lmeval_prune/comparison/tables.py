@@ -67,24 +67,10 @@ class Table:
         """Return the values of some variants, shape (questions, variants)."""
         return self.values[:, [self.variants.index(name) for name in variants]]
 
-    def part(self, rows: np.ndarray) -> Table:
-        """Return the table of some questions, given their rows."""
-        weights = None if self.weights is None else self.weights[rows]
-        texts = [self.texts[row] for row in rows]
-        return replace(self, values=self.values[rows], texts=texts, numbers=(), weights=weights, is_part=True)
-
 
 def unless_equal(weights: np.ndarray) -> np.ndarray | None:
     """Return weights; None if all are 1."""
     return None if (weights == 1).all() else weights
-
-
-def can_be_averaged(tables: Sequence[Table]) -> bool:
-    """Return whether tasks have one mean: shares with each other, other metrics only with the same of another task."""
-    metrics = {
-        (metric.column, metric.aggregation, metric.lower_is_better) for table in tables for metric in table.metrics
-    }
-    return all(table.are_shares for table in tables) or len(metrics) == 1
 
 
 def merged(name: str, tables: Sequence[Table], variants: Sequence[str]) -> tuple[Table, list[str]]:

@@ -99,15 +99,11 @@ class ServedLM(PrunedServerLM):
     """A variant whose answers a server computes; `record_path` is of all served variants of a grid."""
 
     store_rank = None  # as of `VariantLM`
+    record_path = Path()
 
     def __init__(self, record_path: Path, **arguments: Any) -> None:
-        self._record_path = record_path
+        self.record_path = record_path
         super().__init__(**arguments)
-
-    @property
-    def record_path(self) -> Path:
-        """Return the grid's file."""
-        return self._record_path
 
     @property
     def record_key(self) -> Any:
@@ -144,10 +140,9 @@ class Worker:
                 yield from self._attempt(open_items, lambda: self._distances(open_items, job.documents))
                 return
             masks = self._masks(open_items) if kind == "evaluate" else ()
-            make = {"prepare": self._prepare, "measure": self._measure}
             for item in open_items:
-                work = make.get(kind, partial(self._evaluate, masks))
-                yield from self._attempt([item], partial(work, item))
+                make = {"prepare": self._prepare, "measure": self._measure}.get(kind, partial(self._evaluate, masks))
+                yield from self._attempt([item], partial(make, item))
                 masks = ()  # the first cell has answered the requests with all masks
 
     def close(self) -> None:
@@ -315,15 +310,7 @@ class _Writer(EvaluationTracker):
 
 
 def write_cell(folder: GridFolder, cell: Cell, lm: Any, results: dict[str, Any], ran: dict[str, Any]) -> None:
-    """Write the folder of a cell.
-
-    Args:
-        folder: the grid's folder.
-        cell: the cell.
-        lm: the model that answered.
-        results: lm-eval's results and samples; lm-eval's writer changes them.
-        ran: how the evaluation ran.
-    """
+    """Write the folder of a cell: lm-eval's `results` and samples, and how the evaluation `ran`."""
     model_args, evaluation = cell.model_args(folder.prepared), cell.evaluation
     results["config"] |= {"model": cell.model, "model_args": model_args, "batch_size": cell.batch_size}
     samples = results.pop("samples")
@@ -383,10 +370,7 @@ def write_distances(folder: GridFolder, key: str, texts: Any) -> None:
 
 
 def measure(lm: Any) -> dict[str, Any]:
-    """Measure the model with its interventions.
-
-    Args:
-        lm: a loaded causal `PrunedHFLM`.
+    """Measure a loaded causal `PrunedHFLM` with its interventions, on one fixed text.
 
     Returns:
         `parameters`, `parameters_without_embeddings`; `flops_per_token` of the prefill (torch's counter);
@@ -403,6 +387,8 @@ def measure(lm: Any) -> dict[str, Any]:
         torch.cuda.reset_peak_memory_stats(lm.device)
     with torch.no_grad():
         (cache,) = cache_argument(model(ids, use_cache=True)).values()
+    layers = [getattr(layer, "sequences", None) or layer for layer in getattr(cache, "layers", None) or []]
+    kept = [getattr(layer, name, None) for layer in layers for name in ("keys", "values")]
     _, *runs = [decoding_rates(model, ids, DECODED) for _ in range(1 + REPEATS)]  # the first warms up
     speeds = {f"{name}_tokens_per_second": [run[name] for run in runs] for name in ("prefill", "decode")}
     return {
@@ -412,16 +398,9 @@ def measure(lm: Any) -> dict[str, Any]:
         **{name: median(rates) for name, rates in speeds.items()},
         "ranges": {name: [min(rates), max(rates)] for name, rates in speeds.items()},
         "weights_bytes": sum(weight.nbytes for weight in model.parameters()),
-        "cache_bytes_per_token": _cache_bytes(cache) / length,
+        "cache_bytes_per_token": sum(x.nbytes for x in kept if isinstance(x, torch.Tensor)) / length,
         **({"peak_bytes": torch.cuda.max_memory_allocated(lm.device)} if on_gpu else {}),
         "text_tokens": length,
         "device": torch.cuda.get_device_name(lm.device) if on_gpu else "cpu",
         "threads": torch.get_num_threads(),
     }
-
-
-def _cache_bytes(cache: Any) -> int:
-    layers = getattr(cache, "layers", None) or []
-    holders = [getattr(layer, "sequences", None) or layer for layer in layers]
-    tensors = [getattr(holder, name, None) for holder in holders for name in ("keys", "values")]
-    return sum(tensor.nbytes for tensor in tensors if isinstance(tensor, torch.Tensor))

@@ -28,7 +28,6 @@ from lmeval_prune.comparison.tables import POOLED, Table, _linearized, rows_of
 from lmeval_prune.reporting.statistics import difference_interval, holm, sign_flip_test
 from tests.conftest import ROOT
 from tests.lm_eval_runs import evaluate, write_tasks
-from tests.stub_server import Stub
 
 ALL = ["tiny_group", "tiny_colours", "tiny_texts", "tiny_last"]
 
@@ -489,25 +488,6 @@ def test_the_page_of_runs_in_a_browser(browser: Any, runs: dict[str, Path], tmp_
     page.click("tr[data-variant=second]")
     assert "hf (pretrained=" in page.inner_text("tr.detail")
     page.close()
-
-
-def test_a_served_model_against_the_loaded_one(tiny_folder: Path, tasks: Path, tmp_path: Path) -> None:
-    """`local-completions` and `hf`: the same prompts, answers and likelihoods, of the same weights."""
-    settings = {"gen_kwargs": {"do_sample": False, "temperature": 0}, "limit": 8}
-    with Stub(tiny_folder) as server:
-        model_args = {
-            "model": "tiny", "base_url": f"{server.url}/v1/completions", "tokenizer": str(tiny_folder),
-            "tokenizer_backend": "huggingface", "tokenized_requests": False, "max_length": 500,
-        }  # fmt: skip
-        served = {"model": "local-completions", "model_args": model_args, "batch_size": 1}
-        evaluate(tasks, ["tiny_words", "tiny_colours"], tmp_path / "served", "", **served, **settings)
-    loaded = {"model_args": {"pretrained": str(tiny_folder), "dtype": "float64"}}
-    evaluate(tasks, ["tiny_words", "tiny_colours"], tmp_path / "loaded", "", **loaded, **settings)
-    comparison = compare([str(tmp_path / "loaded"), str(tmp_path / "served")])
-    assert comparison.about["served"].startswith("local-completions (model=tiny,base_url=")
-    rows = [comparison.rows["served", task] for task in ("tiny_words", "tiny_colours")]
-    assert all((row.difference, row.measured["same_answers"]) == (0, 1) for row in rows)
-    assert rows[1].measured["choice_kld"] == pytest.approx(0, abs=1e-6)
 
 
 def test_neither_torch_nor_lm_eval_is_imported(runs: dict[str, Path], tmp_path: Path) -> None:

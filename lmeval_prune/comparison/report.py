@@ -187,7 +187,8 @@ def _page(
                 texts = {"shown": texts["shown"]}
             tasks[task] |= {**texts, "withheld": False}
     legends, rows = _legends(comparison), comparison.rows
-    columns = [column for column in (*TESTED, *MEASURED) if column.title in legends]
+    mean, difference, *others = (column for column in (*TESTED, *MEASURED) if column.title in legends)
+    columns = [difference, mean, *others]  # a phone shows the first ones
 
     def shown(row: Row) -> dict[str, list[str]]:
         """Return the cell of each column, and what stands below it."""

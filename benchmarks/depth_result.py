@@ -35,8 +35,8 @@ from lmeval_prune.pruners.options import PruneOptions
 from lmeval_prune.pruners.parts import KINDS, depth_parts_of, make_plan, parts_of
 from lmeval_prune.pruners.schedule import stages
 from lmeval_prune.pruners.sequential import SequentialPruner
+from lmeval_prune.reporting.documents import markdown
 from lmeval_prune.reporting.plot_style import COLOURS, figure, save
-from lmeval_prune.reporting.tables import markdown
 from lmeval_prune.surgery.cut import cut
 from lmeval_prune.tasks import data
 

@@ -45,10 +45,9 @@ from lmeval_prune.artefacts import write_text
 from lmeval_prune.athena.problems import GroundedProblem
 from lmeval_prune.distillation.options import DistillOptions
 from lmeval_prune.distillation.recursion import LINES, TITLE
-from lmeval_prune.reporting.documents import escape_markdown
+from lmeval_prune.reporting.documents import csv, escape_markdown, markdown, p_value, signed
 from lmeval_prune.reporting.plot_style import COLOURS, figure, save
 from lmeval_prune.reporting.statistics import holm, sign_flip_test
-from lmeval_prune.reporting.tables import csv, markdown, p_value, signed
 from lmeval_prune.training.trainer import draw
 
 ROOT = RESULTS.parent.parent

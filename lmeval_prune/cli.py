@@ -34,7 +34,7 @@ COMMANDS = {
     "export adapter": "lmeval_prune.export.commands:adapter",
     "export model": "lmeval_prune.export.commands:model",
     "profile": "lmeval_prune.commands:profile",
-    "distance": "lmeval_prune.distance.commands:distance",
+    "distance": "lmeval_prune.comparison.commands:distance",
     "sweep": "lmeval_prune.sprint.commands:sweep",
     "fit": "lmeval_prune.sprint.commands:fit",
     "questions": "lmeval_prune.sprint.commands:questions",

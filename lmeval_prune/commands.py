@@ -155,17 +155,16 @@ def profile(
     import torch
 
     from lmeval_prune.decoding.speed import EngineSpeed
-    from lmeval_prune.profiling.models import measure_models, write
-    from lmeval_prune.profiling.speed import Workload, environment, generate_rate
+    from lmeval_prune.profiling.speed import Workload, environment, generate_rate, measure_models, write
 
     torch.set_num_threads(threads)
     summaries, cells = {}, {}
     if text and names[1:]:
-        from lmeval_prune.distance import summary
-        from lmeval_prune.distance.variants import measure_checkpoints
+        from lmeval_prune.comparison import distance
+        from lmeval_prune.comparison.variants import measure_checkpoints
 
         summaries = measure_checkpoints(names, text)
-        cells = {name: summary.cells(distances) for name, distances in summaries.items()}
+        cells = {name: distance.cells(distances) for name, distances in summaries.items()}
     work = Workload(prompt, new, batches, rounds, clock)
     answerers: dict[str, Any] = {"generate": generate_rate, "engine": EngineSpeed()}
     rows = measure_models(names, work, {name: answerers[name] for name in answers}, torch_device)

@@ -23,7 +23,7 @@ from lmeval_prune.architectures import identity, loadable_fingerprints, nonfinit
 from lmeval_prune.checkpoints.loading import language_skeleton, read_config, skeleton_of, with_weights
 from lmeval_prune.checkpoints.pruned import read_manifest, save_checkpoint
 from lmeval_prune.cli import main
-from lmeval_prune.distance.tokens import logits_of
+from lmeval_prune.comparison.tokens import logits_of
 from lmeval_prune.interventions.plan import Plan
 from lmeval_prune.models.pruned_hf import PrunedHFLM
 from lmeval_prune.surgery.cut import cut, cut_to

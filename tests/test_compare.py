@@ -22,14 +22,12 @@ from scipy import stats
 from lmeval_prune import InputError
 from lmeval_prune.cli import main
 from lmeval_prune.comparison.compare import compare
-from lmeval_prune.comparison.metrics import AGGREGATIONS, DEFAULT_AGGREGATIONS, Metric
 from lmeval_prune.comparison.report import write
-from lmeval_prune.comparison.rows import _linearized, rows_of
-from lmeval_prune.comparison.tables import POOLED, Table
+from lmeval_prune.comparison.samples import AGGREGATIONS, DEFAULT_AGGREGATIONS, Metric
+from lmeval_prune.comparison.tables import POOLED, Table, _linearized, rows_of
 from lmeval_prune.reporting.statistics import difference_interval, holm, sign_flip_test
 from tests.conftest import ROOT
 from tests.lm_eval_runs import evaluate, write_tasks
-from tests.stub_server import Stub
 
 ALL = ["tiny_group", "tiny_colours", "tiny_texts", "tiny_last"]
 
@@ -210,15 +208,19 @@ def test_distances_against_a_literal_reading(runs: dict[str, Path]) -> None:
         divergences.append(sum(a * math.log(a / b) for a, b in zip(p, q, strict=True)))
         same.append(p.index(max(p)) == q.index(max(q)))
     row = comparison.rows["c", "tiny_colours"]
-    assert row.choice_kld == pytest.approx(np.mean(divergences)) and row.choice_kld > 0
-    assert row.choice_kld_se == pytest.approx(stats.sem(divergences))
-    assert row.same_answers == pytest.approx(np.mean(same))
+    assert row.measured["choice_kld"] == pytest.approx(np.mean(divergences)) and row.measured["choice_kld"] > 0
+    assert row.measured["choice_kld_se"] == pytest.approx(stats.sem(divergences))
+    assert row.measured["same_answers"] == pytest.approx(np.mean(same))
     texts = zip(samples_of(runs["a"], "tiny_more"), samples_of(runs["c"], "tiny_more"), strict=True)
     same = [first["resps"] == second["resps"] for first, second in texts]
     row = comparison.rows["c", "tiny_more"]
-    assert row.same_answers == pytest.approx(np.mean(same)) and row.same_answers_se == pytest.approx(stats.sem(same))
-    assert row.choice_kld is None and comparison.rows["c", "tiny_texts"].same_answers is None
-    assert compare(words(runs, "ab")).rows["b", "tiny_colours"].choice_kld == 0  # greedy: seeds do not matter
+    assert row.measured["same_answers"] == pytest.approx(np.mean(same)) and row.measured[
+        "same_answers_se"
+    ] == pytest.approx(stats.sem(same))
+    assert "choice_kld" not in row.measured and "same_answers" not in comparison.rows["c", "tiny_texts"].measured
+    assert (
+        compare(words(runs, "ab")).rows["b", "tiny_colours"].measured["choice_kld"] == 0
+    )  # greedy: seeds do not matter
 
 
 # ---------------------------------------------------------------------- what has to agree
@@ -283,13 +285,17 @@ def test_distances_of_several_seeds_are_means_over_pairs(runs: dict[str, Path], 
     comparison = compare([both, single])
     for variant, expected in (("both", own), ("c", to_other)):
         row = comparison.rows[variant, "tiny_more"]
-        assert row.same_answers == pytest.approx(np.mean(expected))
-        assert row.same_answers_se == pytest.approx(stats.sem(expected))
-    assert compare([single, both]).rows["both", "tiny_more"].same_answers == pytest.approx(np.mean(to_other))
+        assert row.measured["same_answers"] == pytest.approx(np.mean(expected))
+        assert row.measured["same_answers_se"] == pytest.approx(stats.sem(expected))
+    assert compare([single, both]).rows["both", "tiny_more"].measured["same_answers"] == pytest.approx(
+        np.mean(to_other)
+    )
     alone = compare([str(copies[name]) for name in "ac"])
-    assert comparison.rows["c", "tiny_colours"].choice_kld == pytest.approx(alone.rows["c", "tiny_colours"].choice_kld)
-    assert comparison.rows["both", "tiny_colours"].choice_kld == 0  # log-likelihoods depend on no seed
-    assert alone.rows["a", "tiny_more"].same_answers is None
+    assert comparison.rows["c", "tiny_colours"].measured["choice_kld"] == pytest.approx(
+        alone.rows["c", "tiny_colours"].measured["choice_kld"]
+    )
+    assert comparison.rows["both", "tiny_colours"].measured["choice_kld"] == 0  # log-likelihoods depend on no seed
+    assert "same_answers" not in alone.rows["a", "tiny_more"].measured
     write(comparison, tmp_path / "report")
     assert "of its own seeds with each other" in (tmp_path / "report" / "report.md").read_text()
 
@@ -407,10 +413,10 @@ def test_documents_in_another_order_are_paired(tmp_path: Path) -> None:
 
     change_samples(second, "old_choice", with_numbers)
     row = compare([f"a={first}", f"b={second}"]).rows["b", "old_choice"]
-    assert (row.questions, row.difference, row.same_answers) == (12, 0, 1)
+    assert (row.questions, row.difference, row.measured["same_answers"]) == (12, 0, 1)
     shutil.copytree(second, tmp_path / "both")
     shutil.copytree(first, tmp_path / "both", dirs_exist_ok=True, copy_function=partial(copy_as, "7"))
-    assert compare([str(first), f"both={tmp_path / 'both'}"]).rows["both", "old_choice"].choice_kld == 0
+    assert compare([str(first), f"both={tmp_path / 'both'}"]).rows["both", "old_choice"].measured["choice_kld"] == 0
 
 
 def test_samples_that_do_not_give_the_results_are_refused(runs: dict[str, Path], tmp_path: Path) -> None:
@@ -482,25 +488,6 @@ def test_the_page_of_runs_in_a_browser(browser: Any, runs: dict[str, Path], tmp_
     page.click("tr[data-variant=second]")
     assert "hf (pretrained=" in page.inner_text("tr.detail")
     page.close()
-
-
-def test_a_served_model_against_the_loaded_one(tiny_folder: Path, tasks: Path, tmp_path: Path) -> None:
-    """`local-completions` and `hf`: the same prompts, answers and likelihoods, of the same weights."""
-    settings = {"gen_kwargs": {"do_sample": False, "temperature": 0}, "limit": 8}
-    with Stub(tiny_folder) as server:
-        model_args = {
-            "model": "tiny", "base_url": f"{server.url}/v1/completions", "tokenizer": str(tiny_folder),
-            "tokenizer_backend": "huggingface", "tokenized_requests": False, "max_length": 500,
-        }  # fmt: skip
-        served = {"model": "local-completions", "model_args": model_args, "batch_size": 1}
-        evaluate(tasks, ["tiny_words", "tiny_colours"], tmp_path / "served", "", **served, **settings)
-    loaded = {"model_args": {"pretrained": str(tiny_folder), "dtype": "float64"}}
-    evaluate(tasks, ["tiny_words", "tiny_colours"], tmp_path / "loaded", "", **loaded, **settings)
-    comparison = compare([str(tmp_path / "loaded"), str(tmp_path / "served")])
-    assert comparison.about["served"].startswith("local-completions (model=tiny,base_url=")
-    rows = [comparison.rows["served", task] for task in ("tiny_words", "tiny_colours")]
-    assert all((row.difference, row.same_answers) == (0, 1) for row in rows)
-    assert rows[1].choice_kld == pytest.approx(0, abs=1e-6)
 
 
 def test_neither_torch_nor_lm_eval_is_imported(runs: dict[str, Path], tmp_path: Path) -> None:

@@ -108,8 +108,8 @@ def test_the_likeliest_choice_and_the_divergence_are_those_of_the_choices(tmp_pa
         same.append(p.index(max(p)) == q.index(max(q)))
         divergences.append(sum(a * math.log(a / b) for a, b in zip(p, q, strict=True)))
     comparison = compare(paths)
-    assert comparison.rows["b", "t"].same_answers == pytest.approx(np.mean(same)) and 0 < np.mean(same) < 1
-    assert comparison.rows["b", "t"].choice_kld == pytest.approx(np.mean(divergences))
+    assert comparison.rows["b", "t"].measured["same_answers"] == pytest.approx(np.mean(same)) and 0 < np.mean(same) < 1
+    assert comparison.rows["b", "t"].measured["choice_kld"] == pytest.approx(np.mean(divergences))
     shown = {answer.answer for answer in comparison.answers("a", "t")}
     assert len(shown) > 1 and not any(answer.startswith("Example") for answer in shown)
     if row is several_inputs:

@@ -16,7 +16,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from lmeval_prune.cli import main
 from lmeval_prune.demo import run
 from lmeval_prune.demo.commands import YOURS
-from lmeval_prune.demo.page import curves
 from lmeval_prune.interventions import HeadMask
 from lmeval_prune.tasks import data
 from tests.conftest import strict_json
@@ -77,7 +76,7 @@ def test_distances_and_accuracies_are_those_of_plain_passes(tiny_folder: Path, o
 
 def test_the_figures_of_the_curves_are_those_of_the_results(output: Path) -> None:
     results = strict_json(output / "demo.json")
-    points = curves(results).set_index(["quantity", "heads", "share"])
+    points = run.curves(results).set_index(["quantity", "heads", "share"])
     for share in results["shares"]:
         draws = [results["distances"][run.drawn_name(share, n)]["mean_kld"] for n in range(run.DRAWS)]
         point = points.loc["KL, nats", "random", share]

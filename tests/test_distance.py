@@ -24,12 +24,11 @@ from transformers import AutoTokenizer
 
 from lmeval_prune import HeadMask, Plan, cut, load_pretrained, map_model
 from lmeval_prune.cli import main
+from lmeval_prune.comparison.distance import COLUMNS, first_difference, summarize_answers, summarize_tokens
+from lmeval_prune.comparison.options import DistanceOptions
+from lmeval_prune.comparison.tokens import Text, logits_of, pass_distances, reduce_distances, token_distances
+from lmeval_prune.comparison.variants import Distances, load, measure, read_windows, write
 from lmeval_prune.decoding import Engine
-from lmeval_prune.distance.options import DistanceOptions
-from lmeval_prune.distance.summary import COLUMNS, first_difference, summarize_answers, summarize_tokens
-from lmeval_prune.distance.texts import load, read_windows
-from lmeval_prune.distance.tokens import Text, logits_of, pass_distances, reduce_distances, token_distances
-from lmeval_prune.distance.variants import Distances, measure, write
 from lmeval_prune.reporting.statistics import clustered_means
 from tests.conftest import strict_json, task_manager
 

@@ -25,8 +25,7 @@ from lmeval_prune.grid import worker as worker_module
 from lmeval_prune.grid.cells import cells_of
 from lmeval_prune.grid.configuration import Grid
 from lmeval_prune.grid.folder import GridFolder
-from lmeval_prune.grid.preparations import RandomHeads
-from lmeval_prune.grid.prune import Prune
+from lmeval_prune.grid.preparations import Prune, RandomHeads
 from lmeval_prune.grid.run import run
 from lmeval_prune.interventions import HeadMask
 from lmeval_prune.models import identity as identity_module

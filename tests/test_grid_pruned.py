@@ -98,7 +98,7 @@ def test_a_plan_of_own_answers(tiny_folder: Path, tmp_path: Path) -> None:
     lm = PrunedHFLM(str(tiny_folder))
     name = task_file(tmp_path / "task")
     plain = {"method": "flap", "ratio": 0.3, "task": name, "windows": 4}
-    settings = [plain, {**plain, "own_answers": {}}, {**plain, "own_answers": {"prompts_count": False}}]
+    settings = [plain, {**plain, "calibrate_on": "own"}, {**plain, "calibrate_on": "own", "prompts_count": False}]
     preparations = [make_preparation("prune", options) for options in settings]
     assert len({str(prepared.identity()) for prepared in preparations}) == 3
     for number, preparation in enumerate(preparations[1:]):

@@ -127,7 +127,7 @@ def test_from_importance_to_profile(
     def peak_of_the_cut(name: str, *others: Any) -> float:
         return peak_memory(name, *others) if name == str(folder) else 1.0
 
-    monkeypatch.setattr("lmeval_prune.profiling.models.peak_memory", peak_of_the_cut)
+    monkeypatch.setattr("lmeval_prune.profiling.speed.peak_memory", peak_of_the_cut)
     scores, plan, folder = (tmp_path / name for name in ("importance.json", "plan.json", "cut"))
     drawn = ("--text", text, "--windows", 4, "--tokens", 32)
     assert run_command("importance", "--pretrained", tiny_folder, "--output", scores, "--channels", *drawn) == 0

@@ -12,8 +12,8 @@ import torch
 
 from lmeval_prune import HeadMask
 from lmeval_prune.checkpoints import embedded
+from lmeval_prune.comparison.tokens import Text, token_distances
 from lmeval_prune.decoding import Engine
-from lmeval_prune.distance.tokens import Text, token_distances
 from tests.test_command_line import lm_eval
 
 pytestmark = [

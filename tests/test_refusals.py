@@ -111,7 +111,7 @@ GRIDS: list[tuple[dict[str, Any] | str, str]] = [
     ({"variants": {"v": {"prepare": {"prune": {**PRUNE, "ratio": 1.2}}}}}, "ratio"),
     ({"variants": {"v": {"prepare": {"prune": {"method": "flap"}}}}}, "ratio"),
     ({"variants": {"v": {"prepare": {"prune": {**PRUNE, "options": {"metrc": "ifv"}}}}}}, "metrc"),
-    ({"variants": {"v": {"prepare": {"prune": {**PRUNE, "more": {"units": "head"}}}}}}, "units"),
+    ({"variants": {"v": {"prepare": {"prune": {**PRUNE, "units": "head"}}}}}, "units"),
     ({"variants": {"v": {"prepare": {"prune": {**PRUNE, "text": "none.txt"}}}}}, "none.txt"),
     ({"variants": {"v": {"prepare": {"prune": PRUNE}}}}, "text"),
     ({"variants": {"v": {"batch_size": 3}}}, "batch_size"),

@@ -17,8 +17,7 @@ from lmeval_prune.cli import main
 from lmeval_prune.distillation.options import DistillOptions
 from lmeval_prune.distillation.recursion import foreign_methods
 from lmeval_prune.errors import InputError
-from lmeval_prune.grid.preparations import PREPARATIONS
-from lmeval_prune.grid.prune import Prune
+from lmeval_prune.grid.preparations import PREPARATIONS, Prune
 from lmeval_prune.interventions import METHODS, HeadMask, load_intervention
 from lmeval_prune.interventions.plan import Plan
 from lmeval_prune.models.arguments import Arguments

@@ -11,12 +11,12 @@ FLOORS = [
     [
         ("sprint", "outcomes, router, report"),
         ("distillation", "stages, losses, hosts"),
-        ("grid · comparison", "cells; paired tests, page"),
+        ("grid", "cells of variants and tasks"),
     ],
     [
         ("models", "pruned-hf, store of answers"),
         ("planning", "prune, own answers"),
-        ("distance", "from the dense model"),
+        ("comparison", "tests, page, distances"),
     ],
     [("export", "adapters, GGUF, servers"), ("surgery", "executes a plan"), ("pruners", "scores, budgets, plans")],
     [

@@ -8,14 +8,12 @@ from typing import Any, Literal
 
 import numpy as np
 
-from lmeval_prune.comparison.distances import distances
-from lmeval_prune.comparison.metrics import choose, columns_of, metric_name
-from lmeval_prune.comparison.rows import Comparison, rows_of
-from lmeval_prune.comparison.runs import Evaluation, Run, find_runs
-from lmeval_prune.comparison.samples import WEIGHT
-from lmeval_prune.comparison.settings import different
-from lmeval_prune.comparison.tables import Table, can_be_averaged, merged, pooled, unless_equal
+from lmeval_prune.comparison.distance import answer_distances
+from lmeval_prune.comparison.runs import Evaluation, Run, different, find_runs
+from lmeval_prune.comparison.samples import WEIGHT, choose, columns_of, metric_name
+from lmeval_prune.comparison.tables import Comparison, Table, merged, pooled, rows_of, unless_equal
 from lmeval_prune.errors import InputError, did_you_mean, first_few
+from lmeval_prune.models.answer_store import cut_off_note
 
 Kind = Literal["questions", "prompts", "settings"]
 Evaluations = dict[str, dict[str, Evaluation]]  # by task and run; all runs of a task have the same questions
@@ -69,7 +67,7 @@ def compare_runs(
         runs: the baseline and the runs that are compared with it.
         tasks, by, allow_different, seed: as for `compare`.
         metric: as for `compare`; or by task, and each has to have its own.
-        measured: fields of rows by run and task; None: the distances of the answers.
+        measured: distances by run and task, see `columns.MEASURED`; None: those of the answers from the baseline's.
     """
     base, *others = runs
     names = [run.name for run in runs]
@@ -87,12 +85,18 @@ def compare_runs(
         notes += _align(task, by_run, allow_different)
     tables, table_notes = _tables(evaluations, base, names, metric, by)
     rows = rows_of(tables, base.name, seed)
-    for (name, task), row in rows.items():
-        if measured is not None:
-            rows[name, task] = replace(row, **measured.get((name, task), {}))
-        elif task in evaluations:
-            first, own = ([o.responses for o in evaluations[task][run].outcomes] for run in (base.name, name))
-            rows[name, task] = replace(row, **distances(first, None if name == base.name else own))  # type: ignore[arg-type]
+    for run in runs:
+        for task in [task for task in tables if (run.name, task) in rows]:
+            row = rows[run.name, task]
+            lengths = run.lengths([leaf for leaf in _leaves(task, base.groups) if leaf in evaluations])
+            if measured is not None:
+                row.measured |= measured.get((run.name, task), {})
+            elif task in evaluations:
+                first, own = ([o.responses for o in evaluations[task][name].outcomes] for name in (base.name, run.name))
+                row.measured |= answer_distances(first, None if run is base else own)
+            row.measured |= {name: lengths[name] for name in ("mean_tokens", "cut_off") if lengths}
+            if lengths and task in evaluations and (reason := cut_off_note(lengths)):
+                notes.append(f"{run.name} on {task}: {reason}")
     return Comparison(
         title="",
         baseline=base.name,
@@ -108,13 +112,7 @@ def compare_runs(
 
 
 def _tasks(names: Sequence[str], base: Run, others: Sequence[Run]) -> tuple[list[str], list[str]]:
-    """Return the tasks to compare, those of the baseline that another run has, and notes.
-
-    Args:
-        names: tasks and groups, which stand for their tasks; empty for all.
-        base: the baseline.
-        others: the other runs; one without any of the tasks is refused.
-    """
+    """Return the tasks to compare (`names`, or all), those of the baseline that another run has, and notes."""
     chosen, notes = _named_tasks(names, base), []
     for run in others:
         if set(chosen).isdisjoint(run.tasks):
@@ -222,7 +220,15 @@ def _tables(
             found = [outcome.document[position] for outcome in evaluations[task][base.name].outcomes]
             kinds = sorted({value for value in found if value is not None})
             for value in kinds if len(kinds) > 1 else ():
-                parts[f"{task}, {column}: {value}"] = table.part(np.flatnonzero([own == value for own in found]))
+                rows = np.flatnonzero([own == value for own in found])
+                parts[f"{task}, {column}: {value}"] = replace(
+                    table,
+                    values=table.values[rows],
+                    texts=[table.texts[row] for row in rows],
+                    numbers=(),
+                    weights=None if table.weights is None else table.weights[rows],
+                    is_part=True,
+                )
     if missing := [column for column in by if not any(f", {column}: " in name for name in parts)]:
         raise InputError(f"by: no compared task has documents of several values of {missing[0]!r}")
     groups, notes = _groups(tables, base.groups, variants)
@@ -284,7 +290,8 @@ def _groups(
             continue
         merged_sets.add(frozenset(leaves[name]))
         task_tables = [tables[task] for task in leaves[name]]
-        if not can_be_averaged(task_tables):
+        # shares are averaged with each other, other metrics only with the same of another task
+        if not all(table.are_shares for table in task_tables) and len({table.metrics for table in task_tables}) > 1:
             notes.append(f"{name}: left out, its tasks have metrics that cannot be averaged")
             continue
         merged_tables[name], merged_notes = merged(name, task_tables, variants)

@@ -1,32 +1,35 @@
-"""Output of a comparison: Markdown, CSV, JSON and the page."""
+"""Output of a comparison: Markdown, CSV, JSON and the page, one self-contained HTML file."""
 
 from __future__ import annotations
 
+import base64
+import gzip
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
+from markdown_it import MarkdownIt
+from markupsafe import Markup
 
 from lmeval_prune.artefacts import CREATED_BY, without_nan, write_text
-from lmeval_prune.comparison.costs import COSTS, cost_range
-from lmeval_prune.comparison.page import write_page
-from lmeval_prune.comparison.rows import DETECTABLE, Comparison, Row
-from lmeval_prune.comparison.tables import POOLED
+from lmeval_prune.comparison.columns import COSTS, MEASURED, TESTED, cost_range, level
+from lmeval_prune.comparison.tables import POOLED, Comparison, Row, Table
 from lmeval_prune.errors import InputError, did_you_mean, first_few
-from lmeval_prune.reporting.documents import render
-from lmeval_prune.reporting.tables import bold, csv, markdown, p_value, signed, significant
+from lmeval_prune.reporting.documents import bold, csv, markdown, render
 
-TEXT_COLUMNS = ["variant"]
-DISTANCE = ["mean_kld", "mean_kld_se", "same_top", "same_top_se", "same_answers", "same_answers_se", "first_difference"]
 MAX_ROWS = 2_000  # of the tables on a page without scripts; beyond it, the last task's alone
 MAX_SUMMARY = 24  # rows of the summary with members of groups and parts of tasks
+MAX_CHARACTERS = 40_000_000  # of all answers of a page; tasks beyond this limit are shown without answers
+FILES = Path(__file__).with_name("page_files")
+SCRIPTS = ("page.js", "tables.js", "plot.js", "questions.js")  # in this order, as one program
 
 
 def write(comparison: Comparison, target: Path, without_texts: Sequence[str] = ()) -> tuple[list[str], list[Path]]:
-    """Write the report, the page and their data to a folder.
+    """Write the report, the page and their data to a folder; the page lacks the questions and answers of some tasks.
 
     Returns:
         Notes for the reader, a line each, and the written files.
@@ -34,44 +37,47 @@ def write(comparison: Comparison, target: Path, without_texts: Sequence[str] = (
     for task in without_texts:
         if task not in comparison.evaluated:
             raise InputError(f"without_texts: there is no task {task!r}{did_you_mean(task, comparison.evaluated)}")
-    rows = [asdict(row) for row in comparison.rows.values()]
+    names = [name for column in MEASURED for name in (column.key, f"{column.key}_se")]
+    names = [name for name in names if any(name in row.measured for row in comparison.rows.values())]
+    records = {key: asdict(row) for key, row in comparison.rows.items()}
+    for record in records.values():  # all with the same fields
+        measured = record.pop("measured")
+        record |= {name: measured.get(name) for name in names}
     notes = comparison.notes
     if comparison.missing:
         named = [f"{variant} on {task} ({reason})" for variant, task, reason in comparison.missing]
         notes = [f"missing: {first_few(named)}", *notes]
-    costs = [key for key in COSTS if any(figures.get(key) is not None for figures in comparison.costs.values())]
-    write_text(target / "table.csv", csv(pd.DataFrame(rows).astype({"better": "Int64", "worse": "Int64"})))
-    write_text(target / "comparison.json", _comparison_json(comparison, rows))
-    write_text(target / "report.md", _report_markdown(comparison, notes, costs, without_texts, comparison.tasks))
-    shown = comparison.tasks if len(rows) <= MAX_ROWS else comparison.tasks[-1:]
-    report = _report_markdown(comparison, notes, costs, without_texts, shown, on_page=True)
-    write_page(comparison, target / "page.html", report, without_texts)
-    return notes, [target / name for name in ("report.md", "table.csv", "comparison.json", "page.html")]
-
-
-def _comparison_json(comparison: Comparison, rows: list[dict[str, Any]]) -> str:
     content = {
         "created_by": CREATED_BY,
         "title": comparison.title,
         "baseline": comparison.baseline,
-        "rows": rows,
-        **{name: getattr(comparison, name) for name in ("costs", "fronts", "missing", "notes")},
-        "about": comparison.about,
+        "rows": list(records.values()),
+        **{name: getattr(comparison, name) for name in ("costs", "fronts", "missing", "notes", "about")},
         "metrics": {task: table.columns for task, table in comparison.tables.items() if task != POOLED},
     }
-    return json.dumps(without_nan(content), indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+    frame = pd.DataFrame(records.values()).astype({"better": "Int64", "worse": "Int64"})
+    write_text(target / "table.csv", csv(frame))
+    write_text(
+        target / "comparison.json",
+        json.dumps(without_nan(content), indent=1, ensure_ascii=False, allow_nan=False) + "\n",
+    )
+    write_text(target / "report.md", _report(comparison, notes, without_texts, comparison.tasks))
+    shown = comparison.tasks if len(records) <= MAX_ROWS else comparison.tasks[-1:]
+    report = _report(comparison, notes, without_texts, shown, on_page=True)
+    write_text(target / "page.html", _page(comparison, records, report, without_texts))
+    return notes, [target / name for name in ("report.md", "table.csv", "comparison.json", "page.html")]
 
 
-def _report_markdown(
-    comparison: Comparison,
-    notes: list[str],
-    costs: list[str],
-    without_texts: Sequence[str],
-    tasks: Sequence[str],
-    on_page: bool = False,
+# ---------------------------------------------------------------------- Markdown
+
+
+def _report(
+    comparison: Comparison, notes: list[str], without_texts: Sequence[str], tasks: Sequence[str], on_page: bool = False
 ) -> str:
     """Return the report with the tables of some tasks; on the page it names no other file."""
-    rows, fronts = comparison.rows.values(), comparison.fronts.get(comparison.tasks[-1], {})
+    fronts = comparison.fronts.get(comparison.tasks[-1], {})
+    costs = [key for key in COSTS if any(own.get(key) is not None for own in comparison.costs.values())]
+    devices = {(own.get("device", "cpu"), own.get("threads", 1)) for own in comparison.costs.values() if own}
     return render(
         Path(__file__).with_name("report.md.jinja"),
         comparison=comparison,
@@ -80,25 +86,27 @@ def _report_markdown(
         on_page=on_page,
         summary=summary_table(comparison) if comparison.about and len(tasks) > 1 else "",
         tables={task: task_table(comparison, task) for task in tasks},
-        tests=sum(row.p is not None for row in rows),
-        parts=sum(row.p is not None and comparison.tables[row.task].is_part for row in rows),
-        has_same_answers=any(row.same_answers is not None and row.mean_kld is None for row in rows),
-        has_choices=_any_has(rows, "choice_kld"),
-        has_own_distances=any(row.same_answers is not None for row in rows if row.variant == comparison.baseline),
-        units={row.unit for row in rows},
-        detectable=DETECTABLE,
-        marked=any(row.chosen_on for row in rows),
-        distances=_any_has(rows, "mean_kld"),
+        legends=_legends(comparison),
+        marked=any(row.chosen_on for row in comparison.rows.values()),
         costs=_costs_table(comparison, costs) if costs else "",
         timed=any(COSTS[key].timed for key in costs),
         front_of_speeds=any(COSTS[key].timed for key in fronts),
-        devices=_devices(comparison.costs.values()),
+        devices=", ".join(sorted({f"a CPU ({count} threads)" if name == "cpu" else name for name, count in devices})),
     )
 
 
-def _devices(costs: Iterable[dict[str, Any]]) -> str:
-    devices = {(figures.get("device", "cpu"), figures.get("threads", 1)) for figures in costs if figures}
-    return ", ".join(sorted({f"a CPU ({threads} threads)" if name == "cpu" else name for name, threads in devices}))
+def _legends(comparison: Comparison) -> dict[str, str]:
+    """Return the meaning of each column, by title."""
+    tested = [row for row in comparison.rows.values() if row.p is not None]
+    parts = sum(comparison.tables[row.task].is_part for row in tested)
+    tests = f"all {len(tested)} tests of this report"
+    if parts:
+        tests = (
+            f"the {len(tested) - parts} tests of tasks, groups and all tasks, and on their own for the {parts} tests "
+        )
+        tests += "of parts of tasks and members of groups"
+    shown = [column for column in MEASURED if column.legend and _any_has(comparison.rows.values(), column.key)]
+    return {column.title: column.legend.format(tests=tests) for column in (*TESTED, *shown)}
 
 
 def summary_table(comparison: Comparison) -> str:
@@ -110,87 +118,167 @@ def summary_table(comparison: Comparison) -> str:
         if row in parts and len(tested) > MAX_SUMMARY and len(parts) < len(tested):
             continue
         metric = "; ".join(comparison.tables[row.task].columns)
-        base = _level_text(row, comparison.rows[comparison.baseline, row.task].mean)
-        rows.append({"task": row.task, "metric": metric, **_row_cells(row), "baseline": base})
-    figures = ["questions", "baseline", "mean", "difference", "+ / −", "p", "p Holm", "detectable"]
-    frame = pd.DataFrame(rows, columns=["task", "metric", "variant", *figures])
-    return markdown(frame, ["task", "metric", *TEXT_COLUMNS])
+        baseline = level(row, comparison.rows[comparison.baseline, row.task].mean)
+        rows.append({"task": row.task, "metric": metric, **_cells(row), "baseline": baseline})
+    texts = ["task", "metric", "variant"]
+    return markdown(pd.DataFrame(rows, columns=[*texts, "questions", "baseline", *(c.title for c in TESTED)]), texts)
 
 
 def task_table(comparison: Comparison, task: str) -> str:
     """Return the Markdown table of a task: a row for each variant."""
     rows = [comparison.rows[name, task] for name in comparison.variants if (name, task) in comparison.rows]
-    frame = pd.DataFrame([_row_cells(row) for row in rows])
-    if _any_has(rows, "mean_tokens"):
-        frame["tokens"] = [_with_error(row.mean_tokens, None, 1, 0) for row in rows]
-        frame["cut off"] = ["" if row.cut_off is None else f"{row.cut_off:.0%}" for row in rows]
-    if _any_has(rows, "mean_kld"):
-        from lmeval_prune.distance.summary import cells as distance_cells  # imports torch
-
-        distances = [distance_cells({name: getattr(row, name) for name in DISTANCE}) for row in rows]
-        frame = pd.concat([frame, pd.DataFrame(distances)], axis=1)
-        frame = frame.loc[:, (frame != "").any()]  # choices have no answers
-    elif _any_has(rows, "same_answers"):
-        frame["same answers"] = [_with_error(row.same_answers, row.same_answers_se, 100, 1) for row in rows]
-    if _any_has(rows, "choice_kld"):
-        frame["KLD of choices"] = [_with_error(row.choice_kld, row.choice_kld_se, 1, 4) for row in rows]
-    return markdown(frame, TEXT_COLUMNS)
+    measured = [column for column in MEASURED if column.legend and _any_has(rows, column.key)]
+    cells = [{**_cells(row), **{column.title: column.measured(row.measured) for column in measured}} for row in rows]
+    return markdown(pd.DataFrame(cells), ["variant"])
 
 
-def _any_has(rows: Iterable[Row], name: str) -> bool:
-    return any(getattr(row, name) is not None for row in rows)
+def _any_has(rows: Any, key: str) -> bool:
+    return any(row.measured.get(key) is not None for row in rows)
 
 
-def _with_error(value: float | None, error: float | None, factor: int, digits: int) -> str:
-    if value is None:
-        return ""
-    return f"{factor * value:.{digits}f}" + ("" if error is None else f" ± {factor * error:.{digits}f}")
-
-
-def _row_cells(row: Row) -> dict[str, str]:
+def _cells(row: Row) -> dict[str, Any]:
     name = f"{row.variant} †" if row.chosen_on else row.variant
-    cells = {"variant": name, "questions": str(row.questions), "mean": _level_text(row, row.mean)}
-    if row.difference is None:
-        return {**cells, **dict.fromkeys(("difference", "+ / −", "p", "p Holm", "detectable"), "")}
-    assert row.difference_low is not None and row.difference_high is not None
-    interval = f"({_change_text(row, row.difference_low)} … {_change_text(row, row.difference_high)})"
-    is_significant = row.p_holm is not None and row.p_holm < 0.05
-    return {
-        **cells,
-        "difference": bold(f"{_change_text(row, row.difference)} {interval}", is_significant),
-        "+ / −": f"{row.better} / {row.worse}",
-        "p": p_value(row.p),
-        "p Holm": bold(p_value(row.p_holm), is_significant),
-        "detectable": "none" if row.detectable is None else _change_text(row, row.detectable).lstrip("+"),
-    }
-
-
-def _level_text(row: Row, value: float) -> str:
-    return f"{100 * value:.1f}" if row.unit == "points" else significant(value)
-
-
-def _change_text(row: Row, value: float) -> str:
-    """Format a difference, in points for shares and in per cent for perplexities."""
-    if row.unit == "value":
-        return significant(value, 3, sign=True)
-    return signed(100 * value) + ("%" if row.unit == "perplexity" else "")
+    cells: dict[str, Any] = {"variant": name, "questions": row.questions}
+    for column in TESTED:
+        assert column.text is not None
+        text = column.text(row)
+        if column.key == "difference" and text:
+            text += f" ({column.interval(row)})"
+        cells[column.title] = bold(text, row.is_significant and column.key in ("difference", "p_holm"))
+    return cells
 
 
 def _costs_table(comparison: Comparison, keys: list[str]) -> str:
     """Return the Markdown table of costs; ◆ marks the Pareto front."""
     fronts = comparison.fronts[comparison.tasks[-1]]
-    rows = []
-    for variant in comparison.variants:
-        if figures := comparison.costs[variant]:
-            cells = {COSTS[key].label: _cost_text(figures, key, variant in fronts.get(key, ())) for key in keys}
-            rows.append({"variant": variant, **cells})
-    return markdown(pd.DataFrame(rows), TEXT_COLUMNS)
+
+    def cell(variant: str, key: str) -> str:
+        costs = comparison.costs[variant]
+        if costs.get(key) is None:
+            return ""
+        low, high = cost_range(costs, key)
+        value, *ends = (f"{x:,.0f}" if x >= 1000 else f"{x:.1f}" for x in (costs[key], low, high))
+        spread = f" ({' … '.join(ends)})" if low < high else ""
+        return f"{value}{spread}{' ◆' if variant in fronts.get(key, ()) else ''}"
+
+    measured = [variant for variant in comparison.variants if comparison.costs[variant]]
+    rows = [{"variant": name, **{COSTS[key].label: cell(name, key) for key in keys}} for name in measured]
+    return markdown(pd.DataFrame(rows), ["variant"])
 
 
-def _cost_text(costs: dict[str, Any], key: str, on_front: bool) -> str:
-    if costs.get(key) is None:
-        return ""
-    low, high = cost_range(costs, key)
-    value, *ends = (f"{x:,.0f}" if x >= 1000 else f"{x:.1f}" for x in (costs[key], low, high))
-    spread = f" ({' … '.join(ends)})" if low < high else ""
-    return f"{value}{spread}{' ◆' if on_front else ''}"
+# ---------------------------------------------------------------------- page
+
+
+def _page(
+    comparison: Comparison, records: dict[tuple[str, str], dict[str, Any]], report: str, without_texts: Sequence[str]
+) -> str:
+    """Return the page; `report`, as Markdown, is shown where scripts do not run.
+
+    The questions of each task are a packed block of their own behind the program, which unpacks it when it is asked
+    for, so that a large page can be used at once.
+    """
+    characters_left, tasks = MAX_CHARACTERS, {}
+    for task, table in comparison.evaluated.items():
+        tasks[task] = _values(table)
+        if task not in without_texts:
+            texts = _texts(comparison, task, table)
+            characters_left -= sum(map(len, texts["texts"]))
+            if characters_left <= 0:
+                texts = {"shown": texts["shown"]}
+            tasks[task] |= {**texts, "withheld": False}
+    legends, rows = _legends(comparison), comparison.rows
+    mean, difference, *others = (column for column in (*TESTED, *MEASURED) if column.title in legends)
+    columns = [difference, mean, *others]  # a phone shows the first ones
+
+    def shown(row: Row) -> dict[str, list[str]]:
+        """Return the cell of each column, and what stands below it."""
+        texts = {c.key: c.text(row) if c.text else c.measured(row.measured) for c in columns}
+        return {c.key: [texts[c.key], c.interval(row)] for c in columns}
+
+    def variant(name: str) -> dict[str, Any]:
+        measured = comparison.costs.get(name, {})
+        costs = {key: value for key, value in measured.items() if key in COSTS}
+        return {
+            "name": name,
+            "rows": {
+                task: {**records[name, task], "text": shown(rows[name, task])}
+                for task in comparison.tasks
+                if (name, task) in rows
+            },
+            "costs": costs,
+            "ranges": {key: cost_range(measured, key) for key in costs if COSTS[key].timed},
+            "commands": {task: command for (own, task), command in comparison.commands.items() if own == name},
+            "about": comparison.about.get(name, ""),
+        }
+
+    data = {
+        **{name: getattr(comparison, name) for name in ("title", "baseline", "tasks", "fronts", "missing", "notes")},
+        "columns": [{"key": c.key, "label": c.title, "legend": legends[c.title]} for c in columns],
+        "pooled": POOLED,
+        "parts": [task for task, table in comparison.tables.items() if table.is_part],
+        "metrics": {task: table.columns for task, table in comparison.tables.items()},
+        "created_by": f"Made by {CREATED_BY}.",
+        "costs": [
+            {
+                "key": key,
+                "label": cost.label,
+                "less": cost.less_is_better,
+                "varies": len({costs.get(key) for costs in comparison.costs.values() if costs}) > 1,
+                "timed": cost.timed,
+            }
+            for key, cost in COSTS.items()
+            if any(costs.get(key) is not None for costs in comparison.costs.values())
+        ],
+        "variants": [variant(name) for name in comparison.variants],
+        "question_tasks": list(tasks),
+        "questions_total": sum(len(task["shown"]) for task in tasks.values()),
+    }
+    return render(
+        FILES / "page.html.jinja",
+        title=comparison.title,
+        style=_file("page.css"),
+        script=Markup("\n").join(map(_file, SCRIPTS)),
+        report=Markup(MarkdownIt("commonmark", {"html": False}).enable("table").render(report)),
+        data=_packed(data),
+        blocks=[_packed(task) for task in tasks.values()],
+    )
+
+
+def _file(name: str) -> Markup:
+    return Markup((FILES / name).read_text(encoding="utf-8"))
+
+
+def _packed(data: Any) -> str:
+    """Return JSON, compressed, in letters."""
+    text = json.dumps(without_nan(data), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return base64.b64encode(gzip.compress(text.encode(), 9, mtime=0)).decode()
+
+
+def _values(table: Table) -> dict[str, Any]:
+    """Return a task's values for the page, without the texts of questions and answers."""
+    return {
+        "shown": [{"id": str(number)} for number in table.numbers],
+        "values": {
+            name: [round(float(value), 6) for value in column]
+            for name, column in zip(table.variants, table.figures.T, strict=True)
+        },
+        "binary": table.are_shares and bool(np.isin(table.values, (0.0, 1.0)).all()),
+        "withheld": True,
+        "lower": table.lower_is_better,
+    }
+
+
+def _texts(comparison: Comparison, task: str, table: Table) -> dict[str, Any]:
+    """Return a task's questions, and the answers as numbers of texts, of which many are the same."""
+    answers = {name: comparison.answers(name, task) for name in table.variants}
+    gold = zip(table.numbers, answers[comparison.baseline], strict=True)
+    # All answers to a question stand together: they are much alike, so that they are compressed to less.
+    texts = dict.fromkeys(answer.answer for row in zip(*answers.values(), strict=True) for answer in row)
+    numbers = {text: number for number, text in enumerate(texts)}
+    likelihoods = {name: [answer.likelihood for answer in own] for name, own in answers.items()}
+    return {
+        "shown": [{"id": str(i), "question": answer.question, "target": answer.target} for i, answer in gold],
+        "texts": list(texts),
+        "answers": {name: [numbers[answer.answer] for answer in own] for name, own in answers.items()},
+        **({"likelihoods": likelihoods} if any(map(any, likelihoods.values())) else {}),
+    }

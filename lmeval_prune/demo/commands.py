@@ -27,8 +27,7 @@ def demo(pretrained: str = "smollm2-135m", output: str = "out/demo") -> int:
     page = Path(output) / "page.html"
     check_writable(page)
     print(f"Prunes heads of {pretrained} and cuts a smaller model out: about a minute on two cores", file=sys.stderr)
-    from lmeval_prune.demo.page import summary, write_page
-    from lmeval_prune.demo.run import ranked_name, run
+    from lmeval_prune.demo.run import ranked_name, run, summary, write_page
     from lmeval_prune.reporting.quiet import silence_libraries
 
     silence_libraries()

@@ -15,7 +15,7 @@ def distill(**options: Any) -> int:
     """Prune and distil a model stage by stage; the model before each stage is its teacher."""
     settings = DistillOptions(**options)
     from lmeval_prune.architectures.names import compact_names
-    from lmeval_prune.distance.summary import cells
+    from lmeval_prune.comparison.distance import cells
     from lmeval_prune.distillation import recursion
     from lmeval_prune.pruners.allocation import share_of
     from lmeval_prune.reporting.quiet import silence_libraries

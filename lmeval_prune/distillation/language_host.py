@@ -21,8 +21,8 @@ from lmeval_prune.artefacts import digest, read_artefact, write_artefact
 from lmeval_prune.checkpoints import embedded
 from lmeval_prune.checkpoints.loading import load_pretrained, skeleton_of
 from lmeval_prune.checkpoints.pruned import read_manifest, save_checkpoint
-from lmeval_prune.distance import tokens
-from lmeval_prune.distance.summary import cells
+from lmeval_prune.comparison import tokens
+from lmeval_prune.comparison.distance import cells
 from lmeval_prune.distillation.host import Host, TrainingExamples
 from lmeval_prune.distillation.lessons import (
     Problem,

@@ -23,8 +23,8 @@ from lmeval_prune.artefacts import ENVELOPE, Work, check_same, content_digest, o
 from lmeval_prune.athena.checkpoint import SETTINGS
 from lmeval_prune.checkpoints import embedded
 from lmeval_prune.checkpoints.pruned import read_manifest, removed_blocks
-from lmeval_prune.distance.summary import summarize_texts
-from lmeval_prune.distance.tokens import logits_of, other_distances
+from lmeval_prune.comparison.distance import summarize_texts
+from lmeval_prune.comparison.tokens import logits_of, other_distances
 from lmeval_prune.distillation.host import NOTE, SCHEMA, VERSION, Host, TrainingExamples, read_note
 from lmeval_prune.distillation.losses import LayerMap
 from lmeval_prune.distillation.options import FIRST, PREVIOUS, DistillOptions

@@ -142,12 +142,9 @@ class Item:
         return f"{self.kind}-{self.key}"
 
     def __str__(self) -> str:
-        about = {"prepare": "preparation", "measure": "costs"}.get(self.kind)
-        return (
-            f"{about} of {self.cell.variant.name}"
-            if about
-            else f"{self.kind} {self.cell.name}".removeprefix("evaluate ")
-        )
+        if self.kind in ("evaluate", "distance"):
+            return "distance " * (self.kind == "distance") + self.cell.name
+        return f"{'costs' if self.kind == 'measure' else 'preparation'} of {self.cell.variant.name}"
 
 
 def versions(served: bool) -> dict[str, Any]:
@@ -295,11 +292,7 @@ def _adapters(variant: Variant, arguments: Arguments, checkpoint: Checkpoint) ->
     if "adapters" not in variant.model_args:
         return {}
     adapters = read_adapters(str(variant.model_args["adapters"]))
-    heads = [
-        str(head)
-        for mask in arguments.interventions
-        for head in mask.heads_of(checkpoint.map)  # type: ignore[attr-defined]
-    ]
-    variants = [adapter_name(heads), *heads] if heads else []
-    names = list(adapters) if arguments.router else variants
+    masks: tuple[Any, ...] = arguments.interventions
+    heads = [str(head) for mask in masks for head in mask.heads_of(checkpoint.map)]
+    names = list(adapters) if arguments.router else [adapter_name(heads), *heads] if heads else []
     return {"adapters": {name: adapters[name]["hash"] for name in names if name in adapters}}

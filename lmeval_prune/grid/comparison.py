@@ -8,17 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from lmeval_prune.artefacts import read_json
+from lmeval_prune.comparison.columns import pareto_fronts
 from lmeval_prune.comparison.compare import compare_runs
-from lmeval_prune.comparison.costs import pareto_fronts
-from lmeval_prune.comparison.report import DISTANCE
-from lmeval_prune.comparison.results_files import ResultsFile
-from lmeval_prune.comparison.rows import Comparison
-from lmeval_prune.comparison.runs import Run
-from lmeval_prune.distance.summary import summarize
+from lmeval_prune.comparison.distance import summarize
+from lmeval_prune.comparison.runs import ResultsFile, Run
+from lmeval_prune.comparison.tables import Comparison
 from lmeval_prune.errors import InputError
 from lmeval_prune.grid.folder import GridFolder, check_name, reason_missing
-from lmeval_prune.models.answer_store import cut_off_note, merge_lengths
 
+DISTANCES = ("mean_kld", "same_top", "same_answers", "first_difference")  # of the summary of a cell
 Entries = Mapping[tuple[str, str], dict[str, Any]]  # of `grid.json`, by variant and task
 
 
@@ -34,15 +32,18 @@ def compare(path: str | Path, baseline: str | None = None, seed: int = 0) -> Com
     tasks = [task for variant, task in done if variant == base]
     if not tasks:
         raise InputError(f"no cell of the baseline {base!r} is done; finish `lmeval-prune grid run` first")
-    files = {names: ResultsFile(folder.results(entry["key"]), names[1]) for names, entry in done.items()}
     runs = []
     for variant in dict.fromkeys((base, *variants)):
-        if own := [files[variant, task] for task in tasks if (variant, task) in files]:
-            runs.append(Run(variant, own))
-    metrics = {task: entry["metric"] for (_, task), entry in cells.items() if entry["metric"]}
-    measured, notes = _measured(folder, files, done, failures)
+        own = {task: done[variant, task]["key"] for task in tasks if (variant, task) in done}
+        if own:
+            runs.append(Run(variant, [ResultsFile(folder.results(key), task) for task, key in own.items()]))
+    measured, notes = _distances(folder, done, failures)
     comparison = compare_runs(
-        runs, metric=metrics, allow_different=("prompts", "settings"), seed=seed, measured=measured
+        runs,
+        metric={task: entry["metric"] for (_, task), entry in cells.items() if entry["metric"]},
+        allow_different=("prompts", "settings"),
+        seed=seed,
+        measured=measured,
     )
     costs = {run.name: dict[str, Any]() for run in runs}
     for (variant, _), entry in cells.items():
@@ -65,21 +66,12 @@ def compare(path: str | Path, baseline: str | None = None, seed: int = 0) -> Com
     )
 
 
-def _measured(
-    folder: GridFolder, files: Mapping[tuple[str, str], ResultsFile], done: Entries, failures: Mapping[str, str]
-) -> tuple[dict[tuple[str, str], dict[str, Any]], list[str]]:
-    """Return the lengths of answers and the distances, as fields of rows, and notes on many cut-off answers and on
-    what is not or otherwise measured.
-    """
-    measured: dict[tuple[str, str], dict[str, Any]] = {}
-    notes = []
+def _distances(
+    folder: GridFolder, done: Entries, failures: Mapping[str, str]
+) -> tuple[dict[tuple[str, str], dict[str, float | None]], list[str]]:
+    """Return the distances by variant and task, and notes on what is not or otherwise measured."""
+    distances, notes = {}, []
     for (variant, task), entry in done.items():
-        fields = measured[variant, task] = {}
-        if parts := list((files[variant, task].config.get("pruning") or {}).get("answers", {}).values()):
-            lengths = merge_lengths(parts)
-            fields |= {name: lengths[name] for name in ("cut_off", "mean_tokens")}
-            if reason := cut_off_note(lengths):
-                notes.append(f"{variant} on {task}: {reason}")
         key = entry.get("distance", "")
         if "no_distance" in entry:
             notes.append(f"{variant}: its distance is not measured: {entry['no_distance']}")
@@ -89,10 +81,10 @@ def _measured(
             )
         if key and folder.place("distance", key).exists():
             summary = summarize(folder.distances(key))
-            fields |= {name: summary.get(name) for name in DISTANCE}
+            distances[variant, task] = {k: v for k, v in summary.items() if k.removesuffix("_se") in DISTANCES}
         elif failure := failures.get(f"distance-{key}"):
             notes.append(f"{variant} on {task}: its distance is not measured: {failure}")
-    return measured, notes
+    return distances, notes
 
 
 def _mark_selected(folder: GridFolder, comparison: Comparison, done: Entries) -> list[str]:

@@ -62,10 +62,10 @@ class GridFolder:
         with ExitStack() as stack:
             try:
                 stack.enter_context(file_lock(folder / f"{file_name(name)}.lock", timeout=0))
-                is_held = True
             except Timeout:
-                is_held = False
-            yield is_held
+                yield False
+            else:
+                yield True
 
     def place(self, kind: Kind, key: str) -> Path:
         """Return the path of a result, which exists when it is done."""

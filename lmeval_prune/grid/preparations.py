@@ -1,4 +1,4 @@
-"""Preparations: results that a variant needs before its evaluation, such as a plan or a smaller checkpoint.
+"""Preparations: what a variant needs before its evaluation: a random mask, a plan by any pruner, a smaller checkpoint.
 
 A preparation is a dataclass whose fields are its settings in a grid's YAML. Its result is a folder, identified by a
 hash of everything that it depends on, and shared by all cells that need it. To add one, add a line to `PREPARATIONS`,
@@ -7,23 +7,32 @@ or an entry point in `lmeval_prune.preparations` to another package.
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
+from shutil import rmtree
 from typing import Annotated, Any, ClassVar
 
 from annotated_types import Interval
 
-from lmeval_prune.config import Seed, Settings, to_plain_json
+from lmeval_prune.artefacts import content_digest, final_path
+from lmeval_prune.config import Seed, Settings, Use, to_plain_json
+from lmeval_prune.errors import InputError, check_exists
+from lmeval_prune.grid.task_identity import training_digest
 from lmeval_prune.interventions import HeadMask
+from lmeval_prune.pruners.base import make_pruner
+from lmeval_prune.pruners.options import PruneOptions, PruneSettings, TextOptions
+from lmeval_prune.pruners.parts import HEADS
 from lmeval_prune.registry import Registry, class_record
 
+logger = logging.getLogger(__name__)
 PREPARATIONS = Registry(
     group="lmeval_prune.preparations",
     setting="preparation",
     own={
         "random_heads": "lmeval_prune.grid.preparations:RandomHeads",
-        "prune": "lmeval_prune.grid.prune:Prune",
+        "prune": "lmeval_prune.grid.preparations:Prune",
     },
 )
 
@@ -56,7 +65,7 @@ class Preparation(Settings, ABC):
 
     def settings(self) -> dict[str, Any]:
         """Return the fields as JSON values."""
-        return {field.name: to_plain_json(field.name, getattr(self, field.name)) for field in fields(self)}
+        return {each.name: to_plain_json(each.name, getattr(self, each.name)) for each in fields(self)}
 
     def identity(self) -> dict[str, Any]:
         """Return everything that the result depends on besides the model, as a JSON value."""
@@ -93,10 +102,101 @@ class RandomHeads(Preparation):
         return {"mask": str(folder / "mask.json")}
 
 
+@dataclass(frozen=True)
+class Prune(PruneSettings, Preparation):
+    """A plan as `lmeval-prune prune` makes it, with that command's options, or the checkpoint cut by the plan.
+
+    Attributes:
+        method: name of the pruner.
+        options: options of the pruner.
+        cut: evaluate the smaller checkpoint, to measure its speed and memory; otherwise the plan is applied by hooks.
+    """
+
+    uses: ClassVar[tuple[Use, ...]] = (
+        Use(
+            "a calibration text (task or text)",
+            lambda options: options.has_text,
+            ("windows", "tokens", "batch", "seed", "apply_chat_template"),
+        ),
+    )
+    method: str = ""
+    options: dict[str, Any] = field(default_factory=dict)
+    cut: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.method:
+            raise InputError("prune needs a method")
+        make_pruner(self.method, self.options)
+
+    def settings(self) -> dict[str, Any]:
+        """Return the fields, and a digest of the text file."""
+        settings = super().settings()
+        if self.text:
+            check_exists(self.text, file=True)
+            settings["text_content"] = content_digest(self.text)
+        return settings
+
+    def identity(self) -> dict[str, Any]:
+        """Return everything that the result depends on, with the pruner's version and a task's training problems."""
+        pruner = make_pruner(self.method, self.options)
+        record = class_record(type(pruner))
+        return {
+            **super().identity(),
+            "method": pruner.version,
+            **({"pruner": record} if record else {}),
+            **({"problems": training_digest(self.task)} if self.task else {}),
+        }
+
+    def check(self, model_map: Any) -> None:
+        """Refuse options that do not suit the method or the model, and a missing text; see `Preparation.check`."""
+        from lmeval_prune.pruners.schedule import resolve_options
+        from lmeval_prune.surgery.cut import check_cuttable
+
+        pruner = make_pruner(self.method, self.options)
+        options = resolve_options(pick(PruneOptions, self), pruner, model_map, pruner, self.has_text)
+        if self.cut:
+            check_cuttable(model_map, HEADS in options.kinds)
+
+    def make(self, lm: Any, folder: Path) -> None:
+        """Write the plan, and the checkpoint if `cut`."""
+        from lmeval_prune.planning.own_answers import text_source
+        from lmeval_prune.pruners.schedule import stages
+        from lmeval_prune.surgery.cut import cut_to
+
+        pruner, model_map = make_pruner(self.method, self.options), lm.model_map
+        answers, work = (  # a killed run resumes here
+            final_path(folder).with_name(f".{folder.name}.{kind}") for kind in ("responses", "scoring")
+        )
+        text = renew = None
+        if self.has_text:
+            reading = pick(TextOptions, self)
+            if reading.add_bos_token is None:
+                reading = replace(reading, add_bos_token=lm.add_bos_token)
+            text, renew = text_source(lm.model, lm.tokenizer, reading, Path(self.responses or answers))(lm.model)
+        *_, plan = stages(
+            pruner, model_map, pick(PruneOptions, self), text, progress=logger.info, work=work, renew=renew
+        )
+        plan.save(folder / "plan.json", model_map)
+        if self.cut:
+            cut_to(folder / "model", model_map.model, plan, lm.tokenizer)
+        for finished in (work, answers):
+            rmtree(finished, ignore_errors=True)
+
+    def model_args(self, folder: Path) -> dict[str, Any]:
+        """Return the checkpoint, or the plan."""
+        return {"pretrained": str(folder / "model")} if self.cut else {"plan": str(folder / "plan.json")}
+
+
+def pick(base: type[Any], settings: Any) -> Any:
+    """Copy the fields of a base class from an instance of a subclass."""
+    return base(**{field.name: getattr(settings, field.name) for field in fields(base)})
+
+
 def with_chat_template(name: str, settings: dict[str, Any], apply_chat_template: bool) -> dict[str, Any]:
     """Add the grid's `apply_chat_template` to settings that name a task and do not set it."""
     reads_task = apply_chat_template and settings.get("task") and name in PREPARATIONS
-    if reads_task and any(field.name == "apply_chat_template" for field in fields(PREPARATIONS.load(name))):
+    if reads_task and any(each.name == "apply_chat_template" for each in fields(PREPARATIONS.load(name))):
         return {"apply_chat_template": True, **settings}
     return settings
 

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from time import monotonic, sleep
+from time import sleep
 from typing import Any
 
 from lmeval_prune.artefacts import digest
@@ -17,7 +17,6 @@ from lmeval_prune.grid.worker import BUSY, FAILED, Job, Result, Worker
 
 logger = logging.getLogger(__name__)
 POLL_SECONDS = 2.0  # between two checks for items that another run makes
-REMINDER_SECONDS = 60.0  # between two messages about them
 LOADING_ARGUMENTS = ("pretrained", "peft", "dtype", "revision")
 MASK_ARGUMENTS = {"heads", "mask"}
 # Runs jobs in any order. A job that cannot finish (its machine is lost) yields a failure for each of its items.
@@ -80,7 +79,7 @@ def _finish(
 ) -> None:
     """Make items until none is left, and wait for those that another run makes."""
     open_items = left(items)
-    total, finished, next_message = len(open_items), 0, 0.0
+    total, finished, waits = len(open_items), 0, 0
     while open_items:
         finished_before = finished
         for result in make(open_items):
@@ -88,11 +87,10 @@ def _finish(
                 finished += 1
                 state = f"failed: {result.reason}" if result.state == FAILED else "done"
                 logger.info("[%d/%d] %s: %s", finished, total, result.item, state)
-        open_items = left(items)
-        if finished == finished_before and open_items:
-            if monotonic() >= next_message:
+        if (open_items := left(items)) and finished == finished_before:
+            if waits % 30 == 0:
                 logger.info("waiting for another run, which makes %d of them: %s, …", len(open_items), open_items[0])
-                next_message = monotonic() + REMINDER_SECONDS
+            waits += 1
             sleep(POLL_SECONDS)
             open_items = left(items)
 
@@ -109,19 +107,15 @@ def _jobs(grid: Grid, folder: GridFolder, items: Sequence[Item]) -> list[Job]:
         arguments = {name: str(value) for name, value in cell.model_args(folder.prepared).items()}
         model = tuple(arguments.get(name) for name in LOADING_ARGUMENTS)
         others = tuple(sorted((name, value) for name, value in arguments.items() if name not in MASK_ARGUMENTS))
-        position = (
-            order.setdefault(model, len(order)),
-            ORDER.index(item.kind),
-            order.setdefault(cell.task.name, len(order)),
-        )
+        places = [order.setdefault(name, len(order)) for name in (model, cell.task.name)]
+        position = (places[0], ORDER.index(item.kind), places[1])
         is_alone = item.key if item.kind in ("prepare", "measure") else ""
         origin = item.origin.key if item.origin else ""
         groups.setdefault((position, others, cell.variant.seed, origin, is_alone), []).append(item)
-    size = grid.together
     return [
-        Job(str(folder.path), tuple(group[start : start + size]), grid.distance)
+        Job(str(folder.path), tuple(group[start : start + grid.together]), grid.distance)
         for _, group in sorted(groups.items(), key=lambda pair: pair[0][0])
-        for start in range(0, len(group), size)
+        for start in range(0, len(group), grid.together)
     ]
 
 
@@ -136,21 +130,17 @@ def _plan_distances(grid: Grid, cells: Sequence[Cell]) -> dict[str, tuple[dict[s
     planned: dict[str, tuple[dict[str, str], Item | None]] = {}
     for cell in cells:
         base, is_routed = bases[cell.task.name], "router" in cell.variant.model_args
-        is_changed = bool(cell.identity["interventions"] or cell.prepared or is_routed)
-        if not is_changed and cell.identity["model"] == base.identity["model"]:
+        origin = None if cell.identity["interventions"] or cell.prepared or is_routed else base
+        if origin and cell.identity["model"] == origin.identity["model"]:
             continue
-        reason = ""
-        if cell.variant.served:
+        if cell.variant.served or (origin and origin.variant.served):
             reason = "a server gives no probabilities of the whole vocabulary; measure the model by pruned-hf"
+            planned[cell.key] = {"no_distance": reason}, None
         elif is_routed:
             reason = "a router answers under several masks; `lmeval-prune distance --heads` measures each"
-        elif not is_changed and base.variant.served:
-            reason = f"the baseline {base.variant.name} is served; choose one that is not"
-        if reason:
             planned[cell.key] = {"no_distance": reason}, None
-            continue
-        origin = cell if is_changed else base
-        key = f"{grid.distance}-{cell.key}-{digest(origin.identity['model'])[:12]}"
-        entry = {"distance": key} | ({} if origin is cell else {"distance_from": baseline})
-        planned[cell.key] = entry, Item("distance", key, cell, None if origin is cell else origin)
+        else:
+            key = f"{grid.distance}-{cell.key}-{digest((origin or cell).identity['model'])[:12]}"
+            entry = {"distance": key} | ({"distance_from": baseline} if origin else {})
+            planned[cell.key] = entry, Item("distance", key, cell, origin)
     return planned

@@ -1,4 +1,4 @@
-"""Make results of a grid in one process: load models, make preparations, evaluate cells with lm-eval, and measure."""
+"""Make results of a grid in one process: load models, make preparations, evaluate cells by lm-eval, measure, write."""
 
 from __future__ import annotations
 
@@ -11,31 +11,50 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import lm_eval
+import pyarrow as pa
 import torch
+from lm_eval.loggers import EvaluationTracker
+from pyarrow import parquet
 from torch.utils import collect_env
 
-from lmeval_prune.artefacts import new_folder
-from lmeval_prune.distance.texts import RecordingLM, check_tokenizers, record_requests
-from lmeval_prune.distance.variants import measure as measure_distances
+from lmeval_prune.architectures import cache_argument
+from lmeval_prune.artefacts import digest, file_name, new_folder, read_json, write_artefact, write_table
+from lmeval_prune.comparison.distance import COLUMNS
+from lmeval_prune.comparison.variants import RecordingLM, check_tokenizers, record_requests
+from lmeval_prune.comparison.variants import measure as measure_distances
 from lmeval_prune.errors import InputError, disk_error, first_line
-from lmeval_prune.grid.cell_folder import write_cell, write_distances
 from lmeval_prune.grid.cells import Cell, Item, versions
-from lmeval_prune.grid.folder import GridFolder
-from lmeval_prune.grid.measures import measure
+from lmeval_prune.grid.folder import CELL, VERSION, GridFolder
 from lmeval_prune.grid.preparations import make_preparation
 from lmeval_prune.interventions import HeadMask, combined
 from lmeval_prune.models.arguments import Arguments
+from lmeval_prune.models.head_router import POLICIES
 from lmeval_prune.models.identity import Checkpoint
 from lmeval_prune.models.pruned_server import PrunedServerLM
 from lmeval_prune.models.servers import without_server
+from lmeval_prune.profiling.costs import flops_of, parameters
+from lmeval_prune.profiling.speed import decoding_rates
 
 logger = logging.getLogger(__name__)
 DONE, FAILED, BUSY = "done", "failed", "busy"
 # lm-eval collects the environment for each results file, which takes seconds of CPU time: once per process is enough
 collect_env.get_pretty_env_info = cache(collect_env.get_pretty_env_info)
+# Everyday prose of about 250 tokens. The text is fixed because the tokens that a variant skips depend on it.
+TEXT = """The ferry to the island leaves at seven, but on windy days the captain waits until the harbour master has
+read the gauges twice. Mara carried two crates of apples, a roll of canvas and the clock that her brother had repaired.
+She counted the passengers as they came aboard: nine farmers, four pupils on their way home, a doctor with a folded
+map, and an old man who asked, as he did every week, whether the lighthouse was still painted white. The crossing takes
+fifty minutes when the sea is calm. Halfway, the engine slowed down, and everybody looked up from their newspapers. A
+whale, somebody said; a sandbank, said another. In truth a rope had caught the propeller, and it cost them half an hour
+and a good knife to cut it loose. When they arrived, the baker had already closed his shop, so Mara sold eleven apples
+on the quay for three coins each and gave the rest to the pupils. On the way back she wrote down what she had spent and
+what she had earned, added the price of the knife, and found that the day had cost her exactly as much as it had
+brought. She laughed, wound the clock, and set it by the bell of the church, which was, as always, four minutes late."""
+PREFILL, DECODED, REPEATS = 192, 32, 5
 
 
 @dataclass(frozen=True)
@@ -78,15 +97,11 @@ class ServedLM(PrunedServerLM):
     """A variant whose answers a server computes; `record_path` is of all served variants of a grid."""
 
     store_rank = None  # as of `VariantLM`
+    record_path = Path()
 
     def __init__(self, record_path: Path, **arguments: Any) -> None:
-        self._record_path = record_path
+        self.record_path = record_path
         super().__init__(**arguments)
-
-    @property
-    def record_path(self) -> Path:
-        """Return the grid's file."""
-        return self._record_path
 
     @property
     def record_key(self) -> Any:
@@ -123,10 +138,9 @@ class Worker:
                 yield from self._attempt(open_items, lambda: self._distances(open_items, job.documents))
                 return
             masks = self._masks(open_items) if kind == "evaluate" else ()
-            make = {"prepare": self._prepare, "measure": self._measure}
             for item in open_items:
-                work = make.get(kind, partial(self._evaluate, masks))
-                yield from self._attempt([item], partial(work, item))
+                make = {"prepare": self._prepare, "measure": self._measure}.get(kind, partial(self._evaluate, masks))
+                yield from self._attempt([item], partial(make, item))
                 masks = ()  # the first cell has answered the requests with all masks
 
     def close(self) -> None:
@@ -274,3 +288,117 @@ def _by_engine(model_args: dict[str, Any]) -> Arguments:
 
 def _computing(cell: Cell) -> dict[str, Any]:
     return {"batch_size": cell.batch_size, **({"device": cell.device} if cell.device else {})}
+
+
+# ---------------------------------------------------------------------- what is written
+
+
+class _Writer(EvaluationTracker):
+    """lm-eval's writer, whose files have the cell's key in place of the date: the same names in every run."""
+
+    key = ""
+
+    @property
+    def date_id(self) -> str:
+        """Return the key."""
+        return self.key
+
+    @date_id.setter
+    def date_id(self, _: str) -> None: ...
+
+
+def write_cell(folder: GridFolder, cell: Cell, lm: Any, results: dict[str, Any], ran: dict[str, Any]) -> None:
+    """Write the folder of a cell: lm-eval's `results` and samples, and how the evaluation `ran`."""
+    model_args, evaluation = cell.model_args(folder.prepared), cell.evaluation
+    results["config"] |= {"model": cell.model, "model_args": model_args, "batch_size": cell.batch_size}
+    samples = results.pop("samples")
+    template = evaluation["apply_chat_template"]
+    with new_folder(folder.place("evaluate", cell.key)) as target:
+        writer = _Writer(output_path=str(target / "results.json"))
+        writer.key = file_name(cell.key)
+        writer.general_config_tracker.log_experiment_args(
+            model_source=cell.model,
+            model_args=model_args,
+            system_instruction=evaluation["system_instruction"],
+            chat_template=lm.chat_template(template) if template else None,
+            fewshot_as_multiturn=evaluation["fewshot_as_multiturn"],
+        )
+        writer.save_results_aggregated(results=results, samples=samples)
+        for task, rows in samples.items():
+            writer.save_results_samples(task_name=file_name(task), samples=rows)
+        content = cell.entry(model_args) | {
+            "selected_questions": sorted(selected_questions(cell.variant.model_args)),
+            "seed": cell.variant.seed,
+            **{name: getattr(cell, name) for name in ("evaluation", "metadata", "identity", "answers")},
+            **{name: getattr(cell, name) for name in ("batch_size", "device", "engine")},
+            "ran": ran,
+        }
+        write_artefact(target / "cell.json", CELL, VERSION, content)
+        # lm-eval only logs an error of its writer, and leaves what it has written
+        lines = {f"samples_{file_name(task)}_{writer.key}.jsonl": len(rows) for task, rows in samples.items()}
+        whole = [sum(1 for _ in (target / name).open("rb")) == count for name, count in lines.items()]
+        if not all(whole) or not (target / f"results_{writer.key}.json").read_bytes().endswith(b"}"):
+            raise RuntimeError("lm-eval could not write the results or the samples")
+
+
+def selected_questions(model_args: dict[str, Any]) -> set[str]:
+    """Return digests of the questions by which a variant was selected: those of its router and of its outcome store."""
+    questions: set[str] = set()
+    for name in ("router", "router_store"):
+        if isinstance(value := model_args.get(name), str) and value not in POLICIES:
+            folder = Path(value).expanduser()
+            if (table := folder / "questions.parquet").is_file():
+                texts = parquet.read_table(table, columns=["question"])["question"].to_pylist()
+                questions |= {digest(text) for text in texts}
+            elif (router := folder / "router.json").is_file():
+                questions |= set(read_json(router).get("seen", ()))
+    return questions
+
+
+def write_distances(folder: GridFolder, key: str, texts: Any) -> None:
+    """Write the distances of a cell's variant by text, see `Distances.frame`; those of tokens as lists of float32."""
+    table = pa.Table.from_pandas(texts, preserve_index=False)
+    for name in COLUMNS:
+        position = table.schema.get_field_index(name)
+        table = table.set_column(position, name, table[name].cast(pa.list_(pa.float32())))
+    write_table(folder.place("distance", key), table)
+
+
+# ---------------------------------------------------------------------- costs
+
+
+def measure(lm: Any) -> dict[str, Any]:
+    """Measure a loaded causal `PrunedHFLM` with its interventions, on one fixed text.
+
+    Returns:
+        `parameters`, `parameters_without_embeddings`; `flops_per_token` of the prefill (torch's counter);
+        `prefill_tokens_per_second`, `decode_tokens_per_second` at batch 1 (the median of `REPEATS` runs) and their
+        `ranges` (slowest, fastest); `weights_bytes`, `cache_bytes_per_token` after the text; on a GPU `peak_bytes`;
+        `text_tokens`, `device`, `threads`.
+    """
+    model, on_gpu = lm.model, lm.device.type == "cuda"
+    ids = torch.tensor([lm.tok_encode(TEXT)[:PREFILL]], device=lm.device)
+    length = ids.shape[1]
+    total, without_embeddings = parameters(model)
+    flops = flops_of(lambda: model(ids, use_cache=False))
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats(lm.device)
+    with torch.no_grad():
+        (cache,) = cache_argument(model(ids, use_cache=True)).values()
+    layers = [getattr(layer, "sequences", None) or layer for layer in getattr(cache, "layers", None) or []]
+    kept = [getattr(layer, name, None) for layer in layers for name in ("keys", "values")]
+    _, *runs = [decoding_rates(model, ids, DECODED) for _ in range(1 + REPEATS)]  # the first warms up
+    speeds = {f"{name}_tokens_per_second": [run[name] for run in runs] for name in ("prefill", "decode")}
+    return {
+        "parameters": total,
+        "parameters_without_embeddings": without_embeddings,
+        "flops_per_token": flops / length,
+        **{name: median(rates) for name, rates in speeds.items()},
+        "ranges": {name: [min(rates), max(rates)] for name, rates in speeds.items()},
+        "weights_bytes": sum(weight.nbytes for weight in model.parameters()),
+        "cache_bytes_per_token": sum(x.nbytes for x in kept if isinstance(x, torch.Tensor)) / length,
+        **({"peak_bytes": torch.cuda.max_memory_allocated(lm.device)} if on_gpu else {}),
+        "text_tokens": length,
+        "device": torch.cuda.get_device_name(lm.device) if on_gpu else "cpu",
+        "threads": torch.get_num_threads(),
+    }

@@ -58,7 +58,7 @@ def importance(
     from lmeval_prune.pruners.base import make_pruner, per_member, score
     from lmeval_prune.pruners.parts import DEPTH_KINDS, HEADS, KINDS, depth_parts_of, parts_of
     from lmeval_prune.pruners.schedule import work_of
-    from lmeval_prune.reporting.maps import draw_scores
+    from lmeval_prune.reporting.plot_style import draw_scores
 
     pruner, torch_device = make_pruner(method, options or {}), resolve_device(device)
     has_width = HEADS in pruner.kinds
@@ -131,8 +131,7 @@ def prune(
     from lmeval_prune.artefacts import check_writable
     from lmeval_prune.checkpoints.loading import skeleton_of, tokenizer_of, with_weights
     from lmeval_prune.checkpoints.pruned import check_folder
-    from lmeval_prune.distance.effect import print_effect
-    from lmeval_prune.distance.tokens import logits_under
+    from lmeval_prune.comparison.tokens import logits_under, print_effect
     from lmeval_prune.interventions.plan import Plan
     from lmeval_prune.pruners.base import make_pruner
     from lmeval_prune.pruners.schedule import has_scores_of, resolve_options, stages
@@ -209,8 +208,7 @@ def cut_model(
         allow_other_model: accept a plan of another model, if it fits
     """
     from lmeval_prune.checkpoints.loading import tokenizer_of
-    from lmeval_prune.distance.effect import print_effect
-    from lmeval_prune.distance.tokens import logits_of
+    from lmeval_prune.comparison.tokens import logits_of, print_effect
     from lmeval_prune.interventions.plan import load_plan
     from lmeval_prune.surgery.cut import write_cut
 

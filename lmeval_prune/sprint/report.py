@@ -19,9 +19,8 @@ from lmeval_prune.architectures import Head
 from lmeval_prune.artefacts import CREATED_BY, digest, write_text
 from lmeval_prune.errors import InputError, first_few
 from lmeval_prune.models.head_router import DENSE
-from lmeval_prune.reporting.documents import render
+from lmeval_prune.reporting.documents import bold, csv, markdown, render
 from lmeval_prune.reporting.statistics import holm, mean_interval, sign_flip_test
-from lmeval_prune.reporting.tables import bold, csv, markdown
 from lmeval_prune.sprint import figures
 from lmeval_prune.sprint.curves import Curve, oracle_curve, policy_curve, random_curve, samples_curve
 from lmeval_prune.sprint.options import ReportOptions

@@ -17,12 +17,7 @@ const press = (label, key, action, attributes = {}) => {
 const missing = (x) => x === null || x === undefined;
 const percent = (x) => missing(x) ? "" : (100 * x).toFixed(1);
 const digits = (x, count) => Math.abs(x) >= 1e7 ? x.toExponential(count - 1) : x.toLocaleString("en", { maximumSignificantDigits: count });
-const sign = (x) => x > 0 ? "+" : x < 0 ? "−" : "";
-const signed = (x) => missing(x) ? "" : sign(x) + Math.abs(100 * x).toFixed(1);
 const level = (x, unit) => missing(x) ? "" : unit === "points" ? percent(x) : digits(x, 4);
-const change = (x, unit) => missing(x) ? "" : unit === "points" ? signed(x) : unit === "perplexity" ? signed(x) + "%" : sign(x) + digits(Math.abs(x), 3);
-const estimate = (x, error, places, factor) => missing(x) ? "" : (factor * x).toFixed(places) + (missing(error) ? "" : ` ± ${(factor * error).toFixed(places)}`);
-const chance = (p) => missing(p) ? "" : p < 0.001 ? "<0.001" : p.toFixed(3);
 const big = (x) => missing(x) ? "" : Math.abs(x) >= 1e9 ? (x / 1e9).toFixed(2) + " G" : Math.abs(x) >= 1e6 ? (x / 1e6).toFixed(1) + " M" :
   Math.abs(x) >= 1e4 ? (x / 1e3).toFixed(1) + " k" : x.toFixed(x < 100 ? 1 : 0);
 

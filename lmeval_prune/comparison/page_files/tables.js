@@ -1,36 +1,11 @@
 // ---- the tables of tasks and of variants; a row is what one variant has on one task
-const between = (low, high, format, unit) => missing(low) ? "" : `${format(low, unit)} … ${format(high, unit)}`;
 const isClear = (r) => !missing(r?.p_holm) && r.p_holm < 0.05;
 const tone = (r) => isClear(r) ? ((r.difference > 0) !== r.lower_is_better ? "up" : "down") : null;
-const anyHas = (key) => data.variants.some((v) => Object.values(v.rows).some((r) => !missing(r[key])));
-
-const DISTANCES = [["same_answers", "same answers (%)", 1, 100], ["choice_kld", "KLD of choices", 4, 1], ["mean_kld", "mean KLD", 3, 1],
-  ["same_top", "same top p (%)", 1, 100], ["first_difference", "first difference", 0, 1]];
-
 // Columns of both tables: their text, the smaller line below it, and what they are sorted by.
-const measures = () => [
-  { key: "difference", label: "difference", text: (r) => change(r.difference, r.unit), under: (r) => between(r.difference_low, r.difference_high, change, r.unit) },
-  { key: "mean", label: "mean", text: (r) => level(r.mean, r.unit), under: (r) => between(r.low, r.high, level, r.unit) },
-  { key: "p_holm", label: "p Holm", text: (r) => chance(r.p_holm) },
-  { key: "better", label: "+ / −", text: (r) => missing(r.better) ? "" : `${r.better} / ${r.worse}` },
-  { key: "p", label: "p", text: (r) => chance(r.p) },
-  { key: "detectable", label: "detectable", text: (r) => change(r.detectable, r.unit).replace("+", "") },
-  ...DISTANCES.filter(([key]) => anyHas(key)).map(([key, label, places, factor]) => ({ key, label, text: (r) => estimate(r[key], r[`${key}_se`], places, factor) })),
-];
+const measures = () => data.columns.map(({ key, label }) => ({ key, label, text: (r) => r.text[key][0], under: (r) => r.text[key][1] }));
 
 function drawLegend() {
-  const meanings = { difference: "variant minus baseline, in percentage points (of perplexities relative; of other metrics that are no shares, as the metric), with its 95% interval over questions, not corrected for several tests",
-    mean: "in percentage points where the metric is a share, with its 95% interval over questions",
-    p_holm: "corrected for all tests of tasks, groups and all tasks, and on their own for those of parts; a difference is coloured if it is below 0.05",
-    better: "number of questions on which the variant is better, or the baseline",
-    p: "exact McNemar test for right and wrong answers, otherwise sign flips",
-    detectable: data.detectable,
-    same_answers: "percentage of questions with the same answer as the baseline, or the same likeliest choice; of several seeds the mean over pairs of answers, in the baseline's row of its own seeds with each other",
-    choice_kld: "mean KL divergence of the choices' normalised likelihoods from the baseline's, in nats, with its standard error",
-    mean_kld: "KL divergence of next-token distributions from the same model without interventions, with its standard error over documents",
-    same_top: "share of tokens before which both find the same token most probable",
-    first_difference: "median number of the first token that differs between greedy answers" };
-  const entries = measures().map((column) => [column.label, meanings[column.key]]);
+  const entries = data.columns.map((column) => [column.label, column.legend]);
   if (data.costs.some((cost) => cost.timed)) entries.push(["speeds", "the median of several runs, with the slowest and the fastest"]);
   $("legend").replaceChildren(...entries.flatMap(([label, meaning]) => [make("dt", {}, label), make("dd", {}, meaning)]));
 }

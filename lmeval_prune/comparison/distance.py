@@ -1,15 +1,18 @@
-"""Summaries of distances from the dense model, with standard errors over documents, and their table."""
+"""Distances of a variant's answers from the baseline's or the dense model's: what accuracy does not show."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Any
+from itertools import combinations, product
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
+from scipy.special import log_softmax
 
+from lmeval_prune.comparison.columns import MEASURED
+from lmeval_prune.reporting.documents import markdown
 from lmeval_prune.reporting.statistics import clustered_means
-from lmeval_prune.reporting.tables import markdown
 
 COLUMNS = ("kld", "same_top", "delta_p", "log_ratio")  # of a token, see `tokens.py`
 QUANTILES = {"median_kld": 0.5, "kld_90": 0.9, "kld_95": 0.95, "kld_99": 0.99, "kld_99_9": 0.999, "max_kld": 1.0}
@@ -91,37 +94,69 @@ def _plain(values: Mapping[str, Any]) -> Summary:
     return {name: float(value) if np.isfinite(value) else None for name, value in values.items()}
 
 
-# ---------------------------------------------------------------------- table
-
-
-# name, column, digits, factor, and whether it has a standard error
-_COLUMNS = (
-    ("mean_kld", "mean KLD", 3, 1, True),
-    ("median_kld", "median KLD", 3, 1, False),
-    ("kld_99", "99% KLD", 2, 1, False),
-    ("max_kld", "maximum KLD", 2, 1, False),
-    ("same_top", "same top p (%)", 1, 100, True),
-    ("rms_delta_p", "RMS Δp (%)", 1, 100, True),
-    ("same_answers", "same answers (%)", 0, 100, True),
-    ("first_difference", "first difference", 0, 1, False),
-    ("mean_tokens", "tokens", 0, 1, True),
-    ("cut_off", "cut off (%)", 0, 100, False),
-)
-
-
 def table(rows: Mapping[str, Summary]) -> str:
     """Return a Markdown table with a row for each variant, of the columns that a variant has."""
     frame = pd.DataFrame([{"variant": name, **cells(row)} for name, row in rows.items()]).fillna("")
-    columns = [column for _, column, *_ in _COLUMNS if column in frame]
+    columns = [column.title for column in MEASURED if column.title in frame]
     return markdown(frame[["variant", *columns]], ["variant"])
 
 
 def cells(row: Summary) -> dict[str, str]:
     """Format a summary, by column; estimates with their standard errors if these are known."""
-    texts = {}
-    for name, column, digits, factor, has_error in _COLUMNS:
-        if name in row:
-            numbers = [row[name], row[f"{name}_se"] if has_error else None]
-            known = [number for number in numbers if number is not None]
-            texts[column] = " ± ".join(f"{factor * number:.{digits}f}" for number in known)
-    return texts
+    return {column.title: column.measured(row) for column in MEASURED if column.key in row}
+
+
+# ---------------------------------------------------------------------- answers of runs
+
+
+class Response(NamedTuple):
+    """What a run answered to a question, once."""
+
+    prompt: str  # digest
+    answer: str  # digest of the generated text, or of the likeliest choice; empty without either
+    log_likelihoods: tuple[float, ...]  # of the choices, or of a text; empty for generated answers
+
+
+Responses = Sequence[Sequence[Response]]  # to each question, one of each results file
+
+
+def answer_distances(base: Responses, compared: Responses | None = None) -> dict[str, float | None]:
+    """Return the distances of a run's answers from the baseline's, see `columns.MEASURED`.
+
+    `same_answers` is the share of equal texts, or of equal likeliest choices. `choice_kld` is the mean KL divergence of
+    the probabilities of the choices, in nats. `…_se` are their standard errors over questions. What the answers do not
+    have (choices, a text) is left out. A question that was answered several times (seeds) counts with the mean over
+    pairs of an answer of each run, of those pairs that answer the same prompt if there are any.
+
+    Args:
+        base: responses of the baseline.
+        compared: responses of the run to the same questions; None compares the baseline's own with each other.
+    """
+    same, divergences, has_answers = [], [], False
+    for first, second in zip(base, compared or base, strict=True):
+        pairs = list(combinations(first, 2) if compared is None else product(first, second))
+        pairs = [pair for pair in pairs if pair[0].prompt == pair[1].prompt] or pairs
+        if not pairs:
+            return {}
+        has_answers |= any(one.answer or other.answer for one, other in pairs)
+        same.append(float(np.mean([one.answer == other.answer for one, other in pairs])))
+        own = [_divergence(one.log_likelihoods, other.log_likelihoods) for one, other in pairs]
+        divergences += [float(np.mean(own))] if None not in own else []  # type: ignore[arg-type]
+    return {
+        **(_mean("same_answers", same) if has_answers else {}),
+        **(_mean("choice_kld", divergences) if len(divergences) == len(same) > 0 else {}),
+    }
+
+
+def _mean(name: str, values: list[float]) -> dict[str, float | None]:
+    """Return the mean and its standard error; the error of a single value is None."""
+    error = float(np.std(values, ddof=1)) / len(values) ** 0.5 if len(values) > 1 else None
+    return {name: float(np.mean(values)), f"{name}_se": error}
+
+
+def _divergence(first: tuple[float, ...], second: tuple[float, ...]) -> float | None:
+    """Return Σ p (log p − log q) over the choices, p and q their normalised likelihoods; None without choices."""
+    if not len(first) == len(second) > 1:
+        return None
+    p, q = log_softmax(np.array([first, second]), axis=1)
+    return float(np.exp(p) @ (p - q)) if np.isfinite(p).all() and np.isfinite(q).all() else None

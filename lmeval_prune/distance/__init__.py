@@ -1,1 +1,0 @@
-"""Distance of variants from the dense model: KL divergence of next-token distributions, and greedy answers."""

@@ -512,14 +512,15 @@ class Work:
 
     def __init__(self, folder: Path, settings: Mapping[str, Any], restart: bool = False) -> None:
         self.folder, self.settings = folder, json.loads(json.dumps(settings))
-        if not restart and not (folder / SETTINGS).is_file():
+        if not (folder / SETTINGS).is_file():
+            self.remove()  # what is left of a removal that was killed
             return
         try:
             check_same(read_json(folder / SETTINGS), self.settings, folder)
         except InputError:
             if not restart:
                 raise
-            self.remove()  # also what is left of a removal that was killed
+            self.remove()
 
     def begin(self) -> None:
         """Write the settings."""

@@ -408,6 +408,13 @@ def _scores(folder: Path) -> Kind:
     return Kind([folder / "scoring" / name for name in ("settings.json", "heads.safetensors")], read)
 
 
+def test_what_is_left_of_a_removal_that_was_killed_is_not_used(tmp_path: Path) -> None:
+    work = Work(tmp_path / "work", {"seed": 1})
+    work.write_tensors("layer", {"weight": torch.ones(2)})
+    (tmp_path / "work" / "settings.json").unlink()
+    assert Work(tmp_path / "work", {"seed": 2}).tensors("layer") is None
+
+
 KINDS: dict[str, Callable[[Path], Kind]] = {
     "plan": _plan,
     "answers": _answers(False),

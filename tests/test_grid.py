@@ -19,6 +19,8 @@ from lm_eval.loggers import EvaluationTracker
 from lm_eval.utils import sanitize_list
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from lmeval_prune.architectures import map_model
+from lmeval_prune.checkpoints.loading import load_pretrained
 from lmeval_prune.cli import main
 from lmeval_prune.grid import cells as cells_module
 from lmeval_prune.grid import worker as worker_module
@@ -308,6 +310,21 @@ def test_a_model_that_was_changed_after_its_cells_were_named_is_refused(
     monkeypatch.setattr("lmeval_prune.grid.run.cells_of", lambda _: cells)
     failed = run(grid, str(tmp_path / "h")).failed
     assert len(failed) == 3
+
+
+def test_a_mask_that_was_written_again_after_its_cells_were_named_is_refused(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model_map = map_model(load_pretrained(str(tiny_folder)))
+    HeadMask("L0H1").save(tmp_path / "mask.json", model_map)
+    variants = {"mask": {"mask": str(tmp_path / "mask.json")}, "heads": {"heads": "L0H2"}}
+    settings = {"variants": variants, "tasks": ["prune_tiny_choice"], "baseline": None, "limit": 1}
+    grid = Grid.of(described(tiny_folder, **settings))
+    cells = cells_of(grid)
+    HeadMask("L1H2").save(tmp_path / "mask.json", model_map)
+    monkeypatch.setattr("lmeval_prune.grid.run.cells_of", lambda _: cells)
+    ((variant, *_),) = run(grid, str(tmp_path / "g")).failed
+    assert variant == "mask"
 
 
 # ---------------------------------------------------------------------- the hash

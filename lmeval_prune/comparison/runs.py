@@ -45,6 +45,8 @@ _PROMPT = {
 }  # fmt: skip
 # what lm-eval writes of the model that was loaded: another one can have been saved under the same name
 _MODEL = ("model_dtype", "model_num_parameters", "peft_sha", "delta_sha")
+# what this package writes of what was pruned: a file of masks can have been written again under the same name
+_PRUNING = ("heads", "mask_fingerprint", "file_sha256", "plan", "adapters", "lora", "checkpoint")
 
 
 @dataclass(frozen=True)
@@ -102,11 +104,14 @@ class ResultsFile:
 
     @property
     def model(self) -> dict[str, Any]:
-        """Return what is said of the model's weights; without a digest of them also the revision on the Hub."""
-        pruning = self.config.get("pruning")
-        weights = pruning.get("weights_fingerprint") if isinstance(pruning, Mapping) else None
+        """Return what is said of the weights and what is changed in them; without a digest also the Hub's revision."""
+        found = self.config.get("pruning")
+        pruning = found if isinstance(found, Mapping) else {}
+        weights = pruning.get("weights_fingerprint")
         names = _MODEL if weights else (*_MODEL, "model_sha")  # which changes with any file of the repository
-        return _flat({**{name: self.config.get(name) for name in names}, "weights of the model": weights})
+        changed = {name: pruning.get(name) for name in _PRUNING}
+        changed["router"] = {key: value for key, value in pruning.get("router", {}).items() if key != "seed"}
+        return _flat({**{name: self.config.get(name) for name in names}, "weights of the model": weights, **changed})
 
     @cached_property
     def samples(self) -> dict[str, Path]:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from lmeval_prune import __version__
+from lmeval_prune.architectures import ModelMap
 from lmeval_prune.artefacts import digest
 from lmeval_prune.errors import InputError
 from lmeval_prune.export.manifest import adapter_name, read_adapters, read_lora
@@ -238,10 +239,6 @@ def _cells(
 def _variant_identity(
     variant: Variant, arguments: Arguments, checkpoint: Checkpoint, model: dict[str, Any]
 ) -> dict[str, Any]:
-    router_arguments = {name: variant.model_args[name] for name in ROUTER_ARGUMENTS if name in variant.model_args}
-    interventions: list[Any] = [intervention.identity(checkpoint.map) for intervention in arguments.interventions]
-    if interventions:
-        interventions.append(digest(checkpoint.map.signature()))
     prepared: dict[str, Any] = {}
     for name, settings in variant.prepare.items():
         preparation = make_preparation(name, settings)
@@ -250,9 +247,20 @@ def _variant_identity(
         prepared["key"] = digest([model, prepared])
     return {
         "model": model,
-        "interventions": interventions,
-        "router": {name: argument_identity(name, value) for name, value in router_arguments.items()},
+        **methods_identity(variant, arguments, checkpoint.map),
         "preparation": prepared,
+    }
+
+
+def methods_identity(variant: Variant, arguments: Arguments, model_map: ModelMap) -> dict[str, Any]:
+    """Return what a variant's answers depend on of its interventions and its router, whose files are read now."""
+    interventions: list[Any] = [intervention.identity(model_map) for intervention in arguments.interventions]
+    if interventions:
+        interventions.append(digest(model_map.signature()))
+    routed = {name: variant.model_args[name] for name in ROUTER_ARGUMENTS if name in variant.model_args}
+    return {
+        "interventions": interventions,
+        "router": {name: argument_identity(name, value) for name, value in routed.items()},
     }
 
 

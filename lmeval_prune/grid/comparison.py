@@ -53,7 +53,11 @@ def compare(path: str | Path, baseline: str | None = None, seed: int = 0) -> Com
     for row in comparison.rows.values():
         gains[row.task][row.variant] = -row.mean if row.lower_is_better else row.mean
     notes = [*_mark_selected(folder, comparison, done), *comparison.notes, *notes]
-    hooked = [v for (v, _), e in cells.items() if {"heads", "mask", "plan"} & e["model_args"].keys() or e["prepare"]]
+    hooked = [
+        v
+        for (v, _), e in cells.items()
+        if {"heads", "mask", "plan"} & e["model_args"].keys() or any(not x.get("cut") for x in e["prepare"].values())
+    ]
     return replace(
         comparison,
         title=contents["title"],

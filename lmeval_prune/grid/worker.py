@@ -27,7 +27,7 @@ from lmeval_prune.comparison.distance import COLUMNS
 from lmeval_prune.comparison.variants import RecordingLM, check_tokenizers, record_requests
 from lmeval_prune.comparison.variants import measure as measure_distances
 from lmeval_prune.errors import InputError, disk_error, first_line
-from lmeval_prune.grid.cells import Cell, Item, versions
+from lmeval_prune.grid.cells import Cell, Item, methods_identity, versions
 from lmeval_prune.grid.folder import CELL, VERSION, GridFolder
 from lmeval_prune.grid.preparations import make_preparation
 from lmeval_prune.interventions import HeadMask, combined
@@ -233,6 +233,9 @@ class Worker:
         start = time.perf_counter()
         lm = self._load(cell, arguments, None if needs_order else str(self.folder.answers(cell.answers)))
         loaded = time.perf_counter()
+        now = {} if cell.variant.served or cell.prepared else methods_identity(cell.variant, arguments, lm.model_map)
+        if any(now[name] != cell.identity[name] for name in now):
+            raise InputError("the files of a mask, plan or router have changed since the grid began; run it again")
         store = lm.store
         stored_before = len(store.responses) if store else 0
         if isinstance(lm, VariantLM):

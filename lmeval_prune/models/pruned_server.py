@@ -410,12 +410,11 @@ class PrunedServerLM(PrunedLM, LocalCompletionsAPI):
                 return [None]
             try:
                 if not self._is_known:
-                    listed = await self._list(session)
-                    if (listed.identity, listed.adapter_ids) != (self.served.identity, self.served.adapter_ids):
-                        self._stopped = InputError(f"{self.url} has another model or other adapters ({listed.root})")
-                        raise self._stopped
+                    await self._check_served(session)
                     self._is_known = True
                 (body,) = await super().amodel_call(session, asyncio.Semaphore(), messages)
+                if self.kind.adapter_list:  # such answers do not name adapters, whose numbers may have changed
+                    await self._check_served(session)
                 if self.kind.echoes_model and body["model"] != self._create_payload(request)["model"]:
                     raise ValueError(f"it answered as {str(body['model'])[:100]}")
                 request.result = request.parse(body)
@@ -439,6 +438,13 @@ class PrunedServerLM(PrunedLM, LocalCompletionsAPI):
                 except InputError as error:  # the disk is full
                     self._stopped = error
         return [None]
+
+    async def _check_served(self, session: Any) -> None:
+        """Stop if the server has another model or other adapters than at the start."""
+        listed = await self._list(session)
+        if (listed.identity, listed.adapter_ids) != (self.served.identity, self.served.adapter_ids):
+            self._stopped = InputError(f"{self.url} has another model or other adapters ({listed.root})")
+            raise self._stopped
 
     async def _list(self, session: Any) -> ServedModel:
         paths = filter(None, ("/v1/models", self.kind.adapter_list))

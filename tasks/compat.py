@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from lm_eval.api.instance import Instance
+if TYPE_CHECKING:
+    from lm_eval.api.instance import Instance
 
 
 class LoadedTasks:
@@ -35,5 +36,6 @@ def request(
     kind: str, arguments: tuple[Any, ...], task: str, doc_id: int, repeats: int = 1, doc: Any = None, **fields: Any
 ) -> Instance:
     """Return a request as lm-eval builds it."""
-    doc = {} if doc is None else doc
-    return Instance(kind, doc, arguments, idx=0, metadata=(task, doc_id, repeats), **fields)
+    from lm_eval.api.instance import Instance
+
+    return Instance(kind, {} if doc is None else doc, arguments, idx=0, metadata=(task, doc_id, repeats), **fields)

@@ -1,4 +1,8 @@
-"""A filter, metrics and aggregations by which any lm-eval task reads and compares answers as this package's tasks do.
+"""What scores responses: functions for `process_results`, and a filter, metrics and aggregations for any lm-eval task.
+
+The functions compare a response with the `target` of its document. Each returns `exact_match` and `strict_match`, the
+answer (`extracted`), where it was found (`how`), and if that was the end of the response, without a mark (`unmarked`).
+`exact_match` accepts such an answer; `strict_match` requires a marked one (a box, `####`, or 'the answer is').
 
 ```yaml
 filter_list:
@@ -17,27 +21,45 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import partial
 from typing import Any
 
 import jinja2
 from lm_eval.api.filter import Filter
 from lm_eval.api.metrics import mean
+from lm_eval.api.registry import register_filter
 
 from lmeval_prune.errors import InputError, print_input_errors
-from lmeval_prune.scoring import MathematicsReader, NumberReader, Reader, extract, numbers_equal, readings
-from lmeval_prune.scoring.equality import same_text
-from lmeval_prune.scoring.mathematics import forget_failures, same_mathematics, verdicts
-from lmeval_prune.scoring.passes import attempts, majority, pass_ordered, pass_unbiased
-from lmeval_prune.scoring.readers import text_reader
-from lmeval_prune.scoring.verifier import require_math_verify
+from lmeval_prune.scoring import (
+    MARKED,
+    ExpressionReader,
+    Extraction,
+    MathematicsReader,
+    NumberReader,
+    Reader,
+    expression_is_right,
+    extract,
+    forget_failures,
+    numbers_equal,
+    readings,
+    require_math_verify,
+    same_expression,
+    same_mathematics,
+    same_text,
+    text_reader,
+    verdicts,
+)
 from lmeval_prune.tasks.compat import filters, metrics
-from lmeval_prune.tasks.results import equation, number
+from lmeval_prune.tasks.tries import majority, pass_scores, pass_unbiased
 
 MAX_CHECKED = 100  # documents whose gold answers are looked at before a run
 logger = logging.getLogger(__name__)
+Document = dict[str, Any]
+Scores = dict[str, Any]
 Answers = str | Sequence[str]  # one answer, or those of several repeats
 
 
@@ -61,6 +83,77 @@ KINDS = {
     "text": Kind(text_reader, same_text),
     "mathematics": Kind(MathematicsReader, same_mathematics),
 }
+
+
+# --------------------------------------------------------------------------- functions for process_results
+
+
+def _scores(correct: bool, extraction: Extraction) -> Scores:
+    return {
+        "exact_match": float(correct),
+        "strict_match": float(correct and extraction.how in MARKED),
+        "unmarked": float(extraction.how == "end"),
+        "extracted": extraction.answer,
+        "how": extraction.how,
+    }
+
+
+def _response(results: Sequence[str]) -> str:
+    if isinstance(results, str):
+        raise InputError("results is one text; give a list of texts: process_results(doc, [text])")
+    return results[0]
+
+
+@print_input_errors
+def number(doc: Document, results: Sequence[str]) -> Scores:
+    """Score an answer that is one number."""
+    extraction = extract(_response(results), NumberReader())
+    return _scores(numbers_equal(extraction.answer, doc["target"]), extraction)
+
+
+@print_input_errors
+def text_or_number(doc: Document, results: Sequence[str]) -> Scores:
+    """Score an answer that is one or more numbers (`3; 4`), a time, a ratio or a word."""
+    extraction = extract(_response(results), text_reader(doc["target"]))
+    return _scores(same_text(extraction.answer, doc["target"]), extraction)
+
+
+@print_input_errors
+def mathematics(doc: Document, results: Sequence[str]) -> Scores:
+    """Score a MATH answer: of the same form as the gold answer, with parts equal as numbers or by math-verify."""
+    extraction = extract(_response(results), MathematicsReader(doc["target"]))
+    verdict = verdicts([(extraction.answer, doc["target"])])[0]
+    return _scores(verdict == "equal", extraction) | {"timeouts": float(verdict in ("timeout", "crash"))}
+
+
+@print_input_errors
+def equation(doc: Document, results: Sequence[str]) -> Scores:
+    """Score an arithmetic expression; see `expression_is_right`."""
+    extraction = extract(_response(results), ExpressionReader())
+    names = {name: Fraction(number) for name, number in (doc.get("names") or {}).items() if number}
+    gold = doc.get("formula") or doc.get("equation") or ""
+    return _scores(expression_is_right(extraction.answer, doc["target"], gold, names), extraction)
+
+
+@print_input_errors
+def ending(doc: Document, results: Sequence[str]) -> Scores:
+    """Score the completion of a sentence: its first words, as many as the gold ending has."""
+    words = re.findall(r"\w+", _response(results))[: len(re.findall(r"\w+", doc["target"]))]
+    extraction = Extraction(" ".join(words), "end" if words else "none")
+    return _scores(same_text(extraction.answer, doc["target"]), extraction)
+
+
+# By scoring function: how to compare two answers that it extracted.
+EQUALITIES: dict[Callable[..., Scores], Callable[[str, str], bool]] = {
+    number: numbers_equal,
+    text_or_number: same_text,
+    mathematics: same_mathematics,
+    equation: same_expression,
+    ending: same_text,
+}
+
+
+# --------------------------------------------------------------------------- filters
 
 
 def _kind(name: str) -> Kind:
@@ -93,17 +186,13 @@ class AnswerFilter(Filter):
             raise InputError(f"filter prune_answer with kind: {kind} needs gold: FIELD, where the gold answer is")
 
     @print_input_errors
-    def apply(self, resps: Iterable[Answers], docs: Sequence[dict[str, Any]]) -> list[Answers]:
+    def apply(self, resps: Iterable[Answers], docs: Sequence[Document]) -> list[Answers]:
         """Read the answers in responses to each document, which are texts or lists of texts."""
         golds = [self.read_gold(doc) for doc in docs]
-        read: list[Answers] = []
-        for texts, gold in zip(resps, golds, strict=True):
-            reader = self.kind.reader(gold)
-            answers = [extract(text, reader).answer for text in ([texts] if isinstance(texts, str) else texts)]
-            read.append(answers[0] if isinstance(texts, str) else answers)
+        answers = _read(resps, map(self.kind.reader, golds))
         if self.kind is KINDS["mathematics"]:
-            _compare_at_once(read, golds)
-        return read
+            _compare_at_once(answers, golds)
+        return answers
 
     def read_gold(self, doc: dict[str, Any]) -> str:
         """Return a document's gold answer; empty if this kind of answers is read without it."""
@@ -111,6 +200,28 @@ class AnswerFilter(Filter):
             return ""
         template = jinja2.Environment(undefined=jinja2.StrictUndefined).from_string
         return gold_answer(template(self.gold).render(**doc) if "{" in self.gold else doc[self.gold], self.kind)
+
+
+@register_filter("prune_verdicts")
+class Verdicts(Filter):
+    """Compares all answers of a task in one call, before `mathematics` scores each; returns the responses unchanged.
+
+    Several responses to a question are also compared with each other, for `maj@N` and `distinct`.
+    """
+
+    @print_input_errors
+    def apply(self, resps: Iterable[Answers], docs: Sequence[Document]) -> list[Answers]:
+        """Compute and cache the verdicts; `resps` are texts or lists of texts, and are returned."""
+        resps, golds = list(resps), [doc["target"] for doc in docs]
+        _compare_at_once(_read(resps, map(MathematicsReader, golds)), golds)
+        return resps
+
+
+def _read(resps: Iterable[Answers], readers: Iterable[Reader]) -> list[Answers]:
+    return [
+        extract(texts, reader).answer if isinstance(texts, str) else [extract(text, reader).answer for text in texts]
+        for texts, reader in zip(resps, readers, strict=True)
+    ]
 
 
 def _compare_at_once(read: Sequence[Answers], golds: Sequence[str]) -> None:
@@ -126,11 +237,11 @@ def _compare_at_once(read: Sequence[Answers], golds: Sequence[str]) -> None:
 # --------------------------------------------------------------------------- metrics
 
 
-class Scores(dict[str, float]):
+class MetricScores(dict[str, float]):
     """Scores by name; `main` also where lm-eval looks up the metric's own name, for several gold answers."""
 
-    def __init__(self, main: float, **scores: float) -> None:
-        super().__init__(**scores)
+    def __init__(self, main: float, scores: dict[str, float]) -> None:
+        super().__init__(scores)
         self.main = main
 
     def __missing__(self, name: str) -> float:
@@ -164,22 +275,20 @@ def equal(golds: Sequence[Any], answers: Sequence[str], kind: str = "number") ->
 
 @as_metric
 @print_input_errors
-def pass_at_ks(golds: Sequence[Any], answers: Sequence[str], kind: str = "number") -> Scores:
+def pass_at_ks(golds: Sequence[Any], answers: Sequence[str], kind: str = "number") -> MetricScores:
     """Return `pass@k` and `pass@k_unbiased` of N answers, for k = 1, 2, 4, …, N."""
     right = _right(golds, answers, kind)
-    scores = {f"pass@{k}": float(pass_ordered(right, k)) for k in attempts(len(right))}
-    scores |= {f"pass@{k}_unbiased": pass_unbiased(len(right), sum(right), k) for k in attempts(len(right))}
-    return Scores(float(any(right)), **scores)
+    return MetricScores(float(any(right)), pass_scores(right))
 
 
 @as_metric
 @print_input_errors
-def majority_at_n(golds: Sequence[Any], answers: Sequence[str], kind: str = "number") -> Scores:
+def majority_at_n(golds: Sequence[Any], answers: Sequence[str], kind: str = "number") -> MetricScores:
     """Return `maj@N` of N answers: whether the most frequent is right; and how many differ, as `distinct`."""
     right = _right(golds, answers, kind)
     winner, distinct = majority(answers, _kind(kind).same)
     score = float(winner is not None and right[winner])
-    return Scores(score, **{f"maj@{len(answers)}": score, "distinct": float(distinct)})
+    return MetricScores(score, {f"maj@{len(answers)}": score, "distinct": float(distinct)})
 
 
 # --------------------------------------------------------------------------- aggregations

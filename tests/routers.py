@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from lmeval_prune.scoring.passes import pass_ordered
 from lmeval_prune.sprint.router import Router
+from lmeval_prune.tasks.tries import pass_ordered
 
 
 @dataclass(frozen=True)

@@ -8,12 +8,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmeval_prune.scoring import complexity, evaluate, has_operator, is_division, mathematics, numbers_equal, readings
-from lmeval_prune.scoring.mathematics import same_mathematics, verdicts
-from lmeval_prune.scoring.passes import attempts, majority, pass_ordered, pass_unbiased
+from lmeval_prune.scoring import (
+    complexity,
+    equality,
+    evaluate,
+    has_operator,
+    is_division,
+    numbers_equal,
+    readings,
+    same_mathematics,
+    verdicts,
+)
 from lmeval_prune.scoring.prose import equals_number
 from lmeval_prune.scoring.verifier import Verifier
-from lmeval_prune.tasks import data, results
+from lmeval_prune.tasks import data, scorers
+from lmeval_prune.tasks.tries import attempts, majority, pass_ordered, pass_unbiased
 
 EQUAL = [
     (r"\frac{1}{2}", r"0.5"), (r"\frac{\sqrt{2}}{2}", r"\frac{1}{\sqrt{2}}"), (r"2\sqrt{2}", r"\sqrt{8}"),
@@ -65,7 +74,7 @@ THINNED = pytest.mark.parametrize("step", [10, pytest.param(1, marks=pytest.mark
     [("gsm8k", "train+test"), ("math500", "train+test"), ("asdiv", "test"), ("math23k", "train+test")],
 )
 def test_each_gold_answer_alone_scores_bare_and_boxed(name: str, splits: str, shared_data: Path) -> None:
-    score = {"math500": results.mathematics, "asdiv": results.text_or_number}.get(name, results.number)
+    score = {"math500": scorers.mathematics, "asdiv": scorers.text_or_number}.get(name, scorers.number)
     golds = {
         " ".join(row["target"].split()) for split in splits.split("+") for row in data.load(name, split, shared_data)
     }
@@ -78,7 +87,7 @@ def test_each_gold_answer_alone_scores_bare_and_boxed(name: str, splits: str, sh
 def test_whole_solutions_are_not_taken_for_their_first_sentence(prefix: str, step: int, shared_data: Path) -> None:
     rows = data.load("gsm8k", "test", shared_data).to_list()[::step]
     texts = [prefix + row["answer"].partition("####")[0] for row in rows]
-    right = sum(results.number(row, [text])["exact_match"] for row, text in zip(rows, texts, strict=True))
+    right = sum(scorers.number(row, [text])["exact_match"] for row, text in zip(rows, texts, strict=True))
     print(f"{prefix!r}: {right / len(rows):.4f}")
     assert right >= len(rows) * 1298 / 1319  # the others do not end with their answer
 
@@ -87,7 +96,7 @@ def test_the_unmarked_gold_formulas_of_math500_are_never_torn_apart(shared_data:
     """Each gold answer that is no number, as the last formula: right, and not one of its numbers."""
     rows = [row for row in data.load("math500", "test", shared_data) if not readings(row["target"])]
     texts = [f"Therefore the value is ${row['target']}$." for row in rows]
-    scores = [results.mathematics(row, [text]) for row, text in zip(rows, texts, strict=True)]
+    scores = [scorers.mathematics(row, [text]) for row, text in zip(rows, texts, strict=True)]
     missed = [
         (row["target"], *score.items()) for row, score in zip(rows, scores, strict=True) if score["exact_match"] != 1
     ]
@@ -106,22 +115,22 @@ def test_a_neighbours_answer_scores_zero_unless_it_is_equal(shared_data: Path) -
 
 
 def test_timeouts_are_counted_in_the_results(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mathematics, "_KNOWN", {})
+    monkeypatch.setattr(equality, "_KNOWN", {})
     monkeypatch.setattr(Verifier, "verify_many", lambda _, pairs: ["timeout" for _ in pairs])
-    scores = results.mathematics({"target": "x+1"}, [r"\boxed{1+x}"])
+    scores = scorers.mathematics({"target": "x+1"}, [r"\boxed{1+x}"])
     assert (scores["exact_match"], scores["timeouts"]) == (0.0, 1.0)
 
 
 def test_the_comparisons_of_a_task_are_made_at_once_and_only_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mathematics, "_KNOWN", {})
+    monkeypatch.setattr(equality, "_KNOWN", {})
     batches: list[list[tuple[str, str]]] = []
     verify_many = Verifier.verify_many
     monkeypatch.setattr(Verifier, "verify_many", lambda self, pairs: batches.append(pairs) or verify_many(self, pairs))
     docs = [{"target": f"x+y+{i}", "level": 1} for i in range(5)]
     texts = [[rf"\boxed{{{i % 3}+x+y}}", rf"The answer is $x+{i}+2y$.", rf"\boxed{{2y+x+{i}}}"] for i in range(5)]
-    assert results.Verdicts().apply(texts, docs) == texts
+    assert scorers.Verdicts().apply(texts, docs) == texts
     assert len(batches) == 1 and len(batches[0]) == 5 * 6
-    right = [results.mathematics(doc, [text[0]])["exact_match"] for doc, text in zip(docs, texts, strict=True)]
+    right = [scorers.mathematics(doc, [text[0]])["exact_match"] for doc, text in zip(docs, texts, strict=True)]
     assert right == [1, 1, 1, 0, 0] and same_mathematics(r"2y+x+0", "x+0+2y")
     assert len(batches) == 1
 
@@ -131,7 +140,7 @@ def test_five_hundred_comparisons_come_to_an_end(step: int, shared_data: Path) -
     """Gold answers in another form that needs math-verify: `0+` before each; also those of the next problem."""
     golds = data.load("math500", "test", shared_data)["target"][::step]
     pairs = [(f"0+({gold})", gold) for gold in golds] + [(f"0+({a})", b) for a, b in itertools.pairwise(golds)]
-    hard = sum(mathematics.easy_verdict(*pair) is None for pair in pairs)
+    hard = sum(equality.easy_verdict(*pair) is None for pair in pairs)
     assert hard > 500 / step and not {"timeout", "crash"} & set(verdicts(pairs))
 
 
@@ -170,11 +179,11 @@ def test_what_computes_something(text: str, computes: bool) -> None:
 def test_a_number_copied_from_the_answer_is_no_equation() -> None:
     doc = {"target": "12", "formula": "3*4=12"}
     assert [
-        results.equation(doc, [rf"\boxed{{{text}}}"])["exact_match"] for text in ("12", "x=12", "3*4", "2(6)=12")
+        scorers.equation(doc, [rf"\boxed{{{text}}}"])["exact_match"] for text in ("12", "x=12", "3*4", "2(6)=12")
     ] == [0, 0, 1, 1]
-    assert results.equation(doc, ["The answer is 3*4=12."])["strict_match"] == 1
+    assert scorers.equation(doc, ["The answer is 3*4=12."])["strict_match"] == 1
     assert (
-        results.equation({"target": "12", "equation": "x=n0", "names": {"n0": "12"}}, [r"\boxed{12}"])["exact_match"]
+        scorers.equation({"target": "12", "equation": "x=n0", "names": {"n0": "12"}}, [r"\boxed{12}"])["exact_match"]
         == 1
     )
 
@@ -212,7 +221,7 @@ def test_gold_equations_have_the_gold_value(shared_data: Path) -> None:
     print(f"math23k: {len(wrong)} of 23160 equations do not give the gold answer, e.g. {wrong[:5]}")
     assert len(wrong) < 60
     rows = data.load("asdiv_a", "all", shared_data).to_list()
-    wrong = [r["formula"] for r in rows if not results.equation(r, ["\\boxed{" + r["formula"] + "}"])["exact_match"]]
+    wrong = [r["formula"] for r in rows if not scorers.equation(r, ["\\boxed{" + r["formula"] + "}"])["exact_match"]]
     print(f"asdiv_a: {len(wrong)} of 1218 formulas do not give the gold answer: {wrong}")
     assert all("r" in formula for formula in wrong) and len(wrong) == 28
 
@@ -240,10 +249,10 @@ def test_a_copied_fraction_is_no_expression(shared_data: Path) -> None:
         ("-(-1/4)", 0, 1),
     ):
         response = [r"\boxed{" + answer + "}"]
-        assert results.equation(doc, response)["exact_match"] == right, answer
-        assert results.equation(division, response)["exact_match"] == alone, answer
+        assert scorers.equation(doc, response)["exact_match"] == right, answer
+        assert scorers.equation(division, response)["exact_match"] == alone, answer
     rows = [row for row in data.load("math23k", "test", shared_data) if not row["target"].replace(".", "").isdigit()]
-    copied = [row for row in rows if results.equation(row, [r"\boxed{" + row["target"] + "}"])["exact_match"]]
+    copied = [row for row in rows if scorers.equation(row, [r"\boxed{" + row["target"] + "}"])["exact_match"]]
     print(f"{len(copied)} of {len(rows)} gold answers that are no plain numbers count as expressions")
     assert all(is_division(row["equation"]) or not has_operator(row["equation"]) for row in copied)
 

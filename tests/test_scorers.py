@@ -166,7 +166,7 @@ def test_a_task_of_numbers_without_one_is_refused_before_any_answer(tmp_path: Pa
         f"include: {ROOT}/tasks/_chat_answer",
         "task: mine",
         "dataset_kwargs: {prune_data: tiny_cloze}",
-        "process_results: !function lmeval_prune.tasks.results.number",
+        "process_results: !function lmeval_prune.tasks.scorers.number",
     )
     (tmp_path / "mine.yaml").write_text("\n".join(lines))
     with pytest.raises(InputError):

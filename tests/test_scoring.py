@@ -17,11 +17,11 @@ from lmeval_prune.scoring import (
     NumberReader,
     TextReader,
     extract,
+    normalisation,
     numbers_equal,
     readings,
-    vocabulary,
 )
-from lmeval_prune.scoring.vocabulary import words_by_key
+from lmeval_prune.scoring.normalisation import words_by_key
 
 EQUAL = [
     ("42", "42"), ("42.0", "42"), ("1,200", "1200"), ("$1,200.00", "1200"), ("18 dollars", "18"), ("x = 5", "5"),
@@ -284,7 +284,7 @@ def test_what_was_read_as_a_number_is_read_as_the_same_again(text: str) -> None:
         assert numbers_equal(extract(f"The answer is {answer}.", NumberReader()).answer, answer)
 
 
-WORD_LISTS = sorted((Path(vocabulary.__file__).parent / "words").glob("*.yaml"))
+WORD_LISTS = sorted((Path(normalisation.__file__).parent / "words").glob("*.yaml"))
 
 
 def test_every_list_of_words_is_read_by_the_code() -> None:

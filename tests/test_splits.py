@@ -10,7 +10,7 @@ import pytest
 
 from lmeval_prune.errors import InputError
 from lmeval_prune.tasks import data
-from lmeval_prune.tasks.splits import warn_of_scored_splits
+from lmeval_prune.tasks.loading import warn_of_scored_splits
 
 
 def texts(split: str, folder: Path) -> list[str]:

@@ -16,9 +16,8 @@ from lmeval_prune.cli import COMMANDS, WITH_LM_EVAL, main
 from lmeval_prune.config import declared
 from lmeval_prune.grid.folder import GridFolder
 from lmeval_prune.plugin import registration
-from lmeval_prune.tasks import code, data, loading, results, scored
-from lmeval_prune.tasks.code import code_digest
-from lmeval_prune.tasks.loading import load_task, load_tasks
+from lmeval_prune.tasks import data, loading, scored, scorers
+from lmeval_prune.tasks.loading import code_digest, load_task, load_tasks
 from tests.conftest import ROOT, task_manager
 
 SIZES = {
@@ -38,7 +37,7 @@ SIZES = {
 
 def folder_of(name: str, request: pytest.FixtureRequest) -> Path | None:
     """Return the folder of a data set; None where it is packaged. Without the folder the test is skipped."""
-    return None if data.DATA[name].packaged else request.getfixturevalue("shared_data")
+    return None if name.startswith("tiny") else request.getfixturevalue("shared_data")
 
 
 @pytest.mark.parametrize(("name", "split"), SIZES)
@@ -62,7 +61,7 @@ def test_metadata_that_would_be_passed_over_or_leak_is_refused() -> None:
 @pytest.mark.parametrize("name", ["gsm8k", "math500", "asdiv_a", "math23k", "tiny_words"])
 def test_gold_scores_one_and_the_next_items_gold_zero(name: str, step: int, request: pytest.FixtureRequest) -> None:
     rows = data.load(name, "all" if name == "asdiv_a" else "test", folder_of(name, request)).to_list()[::step]
-    score = results.mathematics if name == "math500" else results.number
+    score = scorers.mathematics if name == "math500" else scorers.number
     forms = ["\\boxed{%s}", "So it is\n#### %s"] + ([] if name == "math500" else ["The answer is %s."])
     missed = {r["target"] for r in rows for form in forms if score(r, [form % r["target"]])["exact_match"] != 1}
     print(f"{name}: {len(missed)} of {len(rows)} gold answers are not equal to themselves: {sorted(missed)[:20]}")
@@ -124,7 +123,7 @@ def test_every_task_loads_and_builds_a_prompt(shared_data: Path) -> None:
     ],
 )
 def test_a_sentence_is_completed_by_its_first_words(response: str, target: str, answer: str, right: int) -> None:
-    scores = results.ending({"target": target}, [response])
+    scores = scorers.ending({"target": target}, [response])
     assert (scores["extracted"], scores["exact_match"]) == (answer, right)
     assert scores["how"] == ("end" if answer else "none")
 
@@ -243,7 +242,7 @@ def test_a_tasks_code_is_the_files_beside_it_and_this_packages(tmp_path: Path, m
     (tmp_path / "task.yaml").write_text("task: mine\n")
     judge, own = _module(tmp_path / "judging.py").judge, tmp_path / "own"
     (own / "words").mkdir(parents=True)
-    monkeypatch.setattr(code, "_OWN", [own])
+    monkeypatch.setattr(loading, "_OWN", [own])
     digests = [code_digest(None, {"process_results": judge})]
     for file, text in (
         ("task.yaml", "task: yours\n"),

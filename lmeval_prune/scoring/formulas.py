@@ -9,10 +9,9 @@ import re
 from dataclasses import dataclass
 
 from lmeval_prune.scoring.forms import gives_several
-from lmeval_prune.scoring.normalisation import flat
+from lmeval_prune.scoring.normalisation import flat, phrases, words
 from lmeval_prune.scoring.statements import CUT_OFF, DENIED, MAX_END
 from lmeval_prune.scoring.text import GIVES_UP, MAX_WORDS, PROSE, REASON, concluding_sentences
-from lmeval_prune.scoring.vocabulary import phrases, words
 
 _ROW_ENVIRONMENT = r"\{(?:align|aligned|equation|gather|gathered|split)\*?\}"
 # By pandoc's rule: no space inside the dollars and no digit after them, so `$18 and $20` are prices.

@@ -12,8 +12,7 @@ import unicodedata
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
-from lmeval_prune.scoring.normalisation import SUPERSCRIPTS
-from lmeval_prune.scoring.vocabulary import phrases, values
+from lmeval_prune.scoring.normalisation import SUPERSCRIPTS, phrases, values
 
 MAX_DIGITS = 400
 NOISE = Fraction(1, 10**6)  # of a float, absolute and relative

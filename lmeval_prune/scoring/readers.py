@@ -9,12 +9,10 @@ from functools import cached_property
 from lmeval_prune.scoring.expressions import has_operator
 from lmeval_prune.scoring.forms import Form, form_of
 from lmeval_prune.scoring.formulas import ATOM, Atoms, FormulaReader, is_bare_name, is_formula
-from lmeval_prune.scoring.normalisation import line, plain
+from lmeval_prune.scoring.normalisation import line, phrases, plain, words
 from lmeval_prune.scoring.prose import is_bare_number, number_of, numbers_in, read_number
-from lmeval_prune.scoring.retractions import mistakes_of_others
-from lmeval_prune.scoring.statements import CONSENT, CUT_OFF, DENIED, MAX_END, MAX_PHRASE, Reader
+from lmeval_prune.scoring.statements import CONSENT, CUT_OFF, DENIED, MAX_END, MAX_PHRASE, Reader, mistakes_of_others
 from lmeval_prune.scoring.text import GIVES_UP, TextReader, concluding_sentences, main_clause
-from lmeval_prune.scoring.vocabulary import phrases, words
 
 _DIGIT = re.compile(r"[\d¼-¾⅐-⅞]")
 

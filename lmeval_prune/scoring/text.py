@@ -12,10 +12,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 
-from lmeval_prune.scoring.normalisation import line
+from lmeval_prune.scoring.normalisation import line, pattern, phrases
 from lmeval_prune.scoring.prose import number_of, numbers_in, read_number
 from lmeval_prune.scoring.statements import DENIED, MAX_PHRASE, sentences
-from lmeval_prune.scoring.vocabulary import pattern, phrases
 
 MAX_WORDS = 4  # of a bare answer in words
 # Words of prose, in a formula too, but no names of functions.

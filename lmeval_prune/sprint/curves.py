@@ -11,9 +11,9 @@ from typing_extensions import TypedDict
 
 from lmeval_prune.artefacts import digest, read_lines
 from lmeval_prune.errors import InputError
-from lmeval_prune.scoring.passes import pass_unbiased
 from lmeval_prune.sprint.outcomes import Outcomes, question_field
 from lmeval_prune.sprint.policies import Policy
+from lmeval_prune.tasks.tries import pass_unbiased
 
 
 class Sample(TypedDict, total=False):

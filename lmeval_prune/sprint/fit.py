@@ -13,12 +13,12 @@ from torch import Tensor
 from lmeval_prune.artefacts import check_finite, digest
 from lmeval_prune.errors import InputError
 from lmeval_prune.models.attempts import DENSE
-from lmeval_prune.scoring.passes import pass_ordered
 from lmeval_prune.sprint import encoder as encoders
 from lmeval_prune.sprint.options import FitOptions
 from lmeval_prune.sprint.outcomes import Outcomes
 from lmeval_prune.sprint.router import Router
 from lmeval_prune.sprint.routers.base import Examples
+from lmeval_prune.tasks.tries import pass_ordered
 
 
 def fit(outcomes: Outcomes, encoder: str, options: FitOptions | None = None) -> Router:

@@ -253,13 +253,13 @@ def _perturbed(case: Case) -> Iterator[Case]:
 
 def score(case: Case) -> dict[str, Any]:
     """Scores a case as the project's tasks do."""
-    from lmeval_prune.tasks import results
+    from lmeval_prune.tasks import scorers
 
     scorers: dict[str, Callable[[Row, list[str]], dict[str, Any]]] = {
-        "number": results.number,
-        "mathematics": results.mathematics,
-        "text": results.text_or_number,
-        "equation": results.equation,
+        "number": scorers.number,
+        "mathematics": scorers.mathematics,
+        "text": scorers.text_or_number,
+        "equation": scorers.equation,
     }
     return scorers[case.kind](case.row, [case.text])
 

@@ -1,4 +1,4 @@
-"""Parts of lm-eval 0.4: requests, and what it keeps in private attributes of tasks."""
+"""Requests and loaded tasks as lm-eval 0.4 has them."""
 
 from __future__ import annotations
 
@@ -19,17 +19,6 @@ class LoadedTasks:
     def load(self, names: Sequence[str]) -> dict[str, Any]:
         """Return the named tasks."""
         return {"tasks": {name: self.tasks[name] for name in names}, "groups": {}, "group_map": {}}
-
-
-def filters(task: Any) -> list[Any]:
-    """Return the filters of a task: objects with a name that are applied to requests."""
-    return list(getattr(task, "_filters", ()))
-
-
-def metrics(task: Any) -> list[tuple[str, Any, dict[str, Any]]]:
-    """Return the name, function and arguments of each metric of a task."""
-    arguments = getattr(task, "_metric_fn_kwargs", {})
-    return [(name, function, arguments[name]) for name, function in getattr(task, "_metric_fn_list", {}).items()]
 
 
 def request(

@@ -53,7 +53,6 @@ from lmeval_prune.scoring import (
     text_reader,
     verdicts,
 )
-from lmeval_prune.tasks.compat import filters, metrics
 from lmeval_prune.tasks.tries import majority, pass_scores, pass_unbiased
 
 MAX_CHECKED = 100  # documents whose gold answers are looked at before a run
@@ -252,6 +251,7 @@ def as_metric(function: Callable[..., dict[str, float]]) -> Callable[..., dict[s
     """Make a metric for `metric_list` of a function of a document's gold answers, its responses and arguments."""
 
     @functools.wraps(function)
+    @print_input_errors
     def compute(references: Sequence[Any], predictions: Sequence[Any], **arguments: Any) -> dict[str, float]:
         golds, responses = references[0] if isinstance(references[0], list) else references, predictions[0]
         return function(golds, [responses] if isinstance(responses, str) else list(responses), **arguments)
@@ -267,14 +267,12 @@ def _right(golds: Sequence[Any], answers: Sequence[str], kind: str) -> list[bool
 
 
 @as_metric
-@print_input_errors
 def equal(golds: Sequence[Any], answers: Sequence[str], kind: str = "number") -> dict[str, float]:
     """Return whether an answer is the gold one; of several answers, the share that is."""
     return {"prune_equal": float(mean(_right(golds, answers, kind)))}
 
 
 @as_metric
-@print_input_errors
 def pass_at_ks(golds: Sequence[Any], answers: Sequence[str], kind: str = "number") -> MetricScores:
     """Return `pass@k` and `pass@k_unbiased` of N answers, for k = 1, 2, 4, …, N."""
     right = _right(golds, answers, kind)
@@ -282,7 +280,6 @@ def pass_at_ks(golds: Sequence[Any], answers: Sequence[str], kind: str = "number
 
 
 @as_metric
-@print_input_errors
 def majority_at_n(golds: Sequence[Any], answers: Sequence[str], kind: str = "number") -> MetricScores:
     """Return `maj@N` of N answers: whether the most frequent is right; and how many differ, as `distinct`."""
     right = _right(golds, answers, kind)
@@ -310,13 +307,13 @@ def check_scorers(task: Any) -> None:
     """Refuse a loaded task in which no response could be right, as lm-eval would score it all the same.
 
     That is one whose filter reads another kind of answer than its metrics compare, or that compares numbers and whose
-    first gold answers are none.
+    first gold answers are none; where only some are none, a warning says so.
     """
-    steps = [partial(step) for pipeline in filters(task) for step in pipeline.filters]
+    steps = [partial(step) for pipeline in getattr(task, "_filters", ()) for step in pipeline.filters]
     reads = {step.keywords.get("kind", "number") for step in steps if step.func is AnswerFilter}
     compares = {
-        arguments.get("kind", "number")
-        for _, function, arguments in metrics(task)
+        task._metric_fn_kwargs[name].get("kind", "number")
+        for name, function in getattr(task, "_metric_fn_list", {}).items()
         if getattr(function, "__module__", "") == __name__
     }
     if reads and not compares <= reads:
@@ -324,23 +321,14 @@ def check_scorers(task: Any) -> None:
             f"task {task.config.task}: filter prune_answer reads kind: {' and '.join(sorted(reads))}, "
             f"metrics compare kind: {' and '.join(sorted(compares))}; give both one"
         )
-    if "number" in compares:
-        check_numbers(task, task.doc_to_target)
-    elif task.get_config("process_results") in (number, equation):
-        check_numbers(task, lambda doc: doc.get("target"))
-
-
-def check_numbers(task: Any, gold: Callable[[Any], Any]) -> None:
-    """Refuse a task that compares numbers if no gold answer is one; warn if some are not, as no response is right then.
-
-    Args:
-        task: a loaded task; its first documents are looked at.
-        gold: returns the gold answer of a document, or a list of several.
-    """
-    kind, texts = KINDS["number"], []
+    own = task.get_config("process_results") in (number, equation)
+    if not own and "number" not in compares:
+        return
+    texts = []
     for document in itertools.islice(iter(task.eval_docs), MAX_CHECKED):
-        golds = gold(document)
-        texts.append([gold_answer(text, kind) for text in (golds if isinstance(golds, list) else [golds])])
+        golds = task.doc_to_target(document) if "number" in compares else document.get("target")
+        golds = golds if isinstance(golds, list) else [golds]
+        texts.append([gold_answer(gold, KINDS["number"]) for gold in golds])
     others = [answers[0] for answers in texts if answers and not any(map(readings, answers))]
     if not others:
         return

@@ -17,38 +17,29 @@ def choose_metric(task: Any, metric: str | None = None) -> tuple[str, str]:
         task: a loaded generative task.
         metric: `METRIC` or `METRIC,FILTER`; default: `exact_match` or the task's first metric, with its first filter.
     """
-    filters = [ensemble.name for ensemble in compat.filters(task)]
     name, _, filter_name = (metric or "").partition(",")
-    chosen = filter_name or filters[0]
+    chosen = filter_name or task._filters[0].name
     task._filters = [ensemble for ensemble in task._filters if ensemble.name == chosen]
-    return name or _default_metric(task), chosen
-
-
-def _default_metric(task: Any) -> str:
     names = [entry["metric"] for entry in task.get_config("metric_list") or []]
-    return "exact_match" if "exact_match" in names or not names else str(names[0])
+    return name or ("exact_match" if "exact_match" in names or not names else str(names[0])), chosen
 
 
 def filtered(task: Any, singles: Sequence[Any]) -> list[Any]:
     """Apply the filter of a task that has one filter to requests with one response each."""
-    (ensemble,) = compat.filters(task)
+    (ensemble,) = task._filters
     ensemble.apply(singles)
     return [single.filtered_resps[ensemble.name] for single in singles]
 
 
-class NoOutcomeError(InputError):
-    """A metric that does not say whether a response is right."""
-
-
 def is_right(task: Any, scores: Mapping[str, Any], metric: str) -> bool:
-    """Return whether a response is right; `NoOutcomeError` if the metric is not 0 or 1."""
+    """Return whether a response is right; `InputError` if the metric is not 0 or 1."""
     try:
         value = float(scores[metric])
     except (KeyError, TypeError, ValueError):  # the task has no such metric, or one of the whole corpus
         value = math.nan
     if value not in (0.0, 1.0):
         numbers = ", ".join(f"{k}={v}" for k, v in scores.items() if isinstance(v, int | float))
-        raise NoOutcomeError(
+        raise InputError(
             f"task {task.task_name}: {metric} is not a metric with values 0 and 1; name another"
             + (f", of {numbers}" if numbers else " task")
         )

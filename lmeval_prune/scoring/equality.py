@@ -103,7 +103,7 @@ def same_expression(answer: str, other: str) -> bool:
 # --------------------------------------------------------------------------- mathematics: forms
 
 MAX_PARTS = 40  # of a list or a matrix; more are compared in order only
-Leaf = Callable[[str, str], "bool | None"]  # compares single expressions; None: not known yet
+Leaf = Callable[[str, str], bool]  # compares single expressions
 _NEUTRAL = words("neutral")
 _ORDERED = frozenset(["tuple", "matrix", "determinant"])
 _EMPTY = re.compile(r"\\emptyset|(?:there (?:is|are) )?no (?:real )?(?:solutions?|roots?)(?: exists?)?")
@@ -111,24 +111,31 @@ _CHOICE = re.compile(r"[a-k]")
 MAX_CHOICE_WORDS = 6  # of an answer that is a choice's letter
 
 
-def compare(answer: Form | str, gold: Form | str, leaf: Leaf) -> bool | None:
-    """Return whether two forms are the same; None while a single expression's comparison is not known."""
+def compare(answer: Form | str, gold: Form | str, leaf: Leaf) -> bool:
+    """Return whether two forms are the same."""
     if isinstance(answer, str) and isinstance(gold, str):
         return leaf(answer, gold)
     a, g = (form if isinstance(form, Form) else Form("single", (form,)) for form in (answer, gold))
     if r"\langle" in (*a.details, *g.details):  # a vector is written as a tuple or a column, too
-        a, g = (Form("tuple", form.parts, ("(", ")")) if _is_vector(form) else form for form in (a, g))
+        a, g = (_as_tuple(form) for form in (a, g))
     if g.kind == "tuple" and g.details == ("(", ")"):
         a = _coordinates(a)
-    same = next((same for kind, same in _COMPARISONS.items() if kind in (a.kind, g.kind)), _same_parts)
-    return same(a, g, leaf)
+    for kind, same in _COMPARISONS.items():
+        if kind in (a.kind, g.kind):
+            return same(a, g, leaf)
+    are_alike = (a.kind, a.details, len(a.parts)) == (g.kind, g.details, len(g.parts))
+    return are_alike and _all_same(a.parts, g.parts, leaf)
 
 
-def _same_parts(answer: Form, gold: Form, leaf: Leaf) -> bool | None:
-    """Compare part by part, in order."""
-    if answer.kind != gold.kind or answer.details != gold.details or len(answer.parts) != len(gold.parts):
-        return False
-    return _every(compare(a, g, leaf) for a, g in zip(answer.parts, gold.parts, strict=True))
+def _all_same(answers: Iterable[Form | str], golds: Iterable[Form | str], leaf: Leaf) -> bool:
+    """Compare in order; all, so that what a computer algebra system has to compare is known at once."""
+    results = [compare(answer, gold, leaf) for answer, gold in zip(answers, golds, strict=True)]
+    return all(results)
+
+
+def _as_tuple(form: Form) -> Form:
+    is_vector = form.details[:1] in ((r"\langle",), ("(",)) or (form.kind == "matrix" and "1" in form.details)
+    return Form("tuple", form.parts, ("(", ")")) if is_vector else form
 
 
 def _coordinates(form: Form) -> Form:
@@ -136,15 +143,6 @@ def _coordinates(form: Form) -> Form:
     members = dict(_members(form)) if form.kind == "list" else {}
     is_complete = len(members) == len(_members(form)) > 1 and all(re.fullmatch("[a-z]", name) for name in members)
     return Form("tuple", tuple(members[name] for name in sorted(members)), ("(", ")")) if is_complete else form
-
-
-def _is_vector(form: Form) -> bool:
-    return form.details[:1] in ((r"\langle",), ("(",)) or (form.kind == "matrix" and "1" in form.details)
-
-
-def _every(results: Iterable[bool | None]) -> bool | None:
-    part_results = list(results)
-    return False if False in part_results else None if None in part_results else True
 
 
 def _same_ratios(answer: Form, gold: Form, leaf: Leaf) -> bool:
@@ -156,11 +154,11 @@ def _same_ratios(answer: Form, gold: Form, leaf: Leaf) -> bool:
     )
 
 
-def _same_equations(answer: Form, gold: Form, leaf: Leaf) -> bool | None:
+def _same_equations(answer: Form, gold: Form, leaf: Leaf) -> bool:
     """Compare the values of assignments, unless their names say different things: x = 5 is not y = 5."""
     pair, gold_pair = (assigned(form) if form.kind == "equation" else ("", form) for form in (answer, gold))
     if pair is None and gold.kind != "equation":  # an identity
-        return _every(compare(form_of(str(side)), gold, leaf) for side in answer.parts)
+        return _all_same([form_of(str(side)) for side in answer.parts], [gold] * len(answer.parts), leaf)
     if pair is None or gold_pair is None:
         equations = ("=".join(map(str, form.parts)) for form in (answer, gold))
         return leaf(*equations) if answer.kind == gold.kind else False
@@ -180,7 +178,7 @@ def _kind_of_name(name: str) -> str:
     return "words" if r"\text" in kind else re.sub(r"(?<!\\)[A-Za-z]", "a", re.sub(r"\d+", "1", kind))
 
 
-def _same_lists(answer: Form, gold: Form, leaf: Leaf) -> bool | None:
+def _same_lists(answer: Form, gold: Form, leaf: Leaf) -> bool:
     """Compare in any order, or by names: a = 1, b = 2. A set is a list, but no tuple; one thing is a list of one."""
     if {answer.kind, gold.kind} & _ORDERED and "union" not in (*answer.details, *gold.details):
         return False
@@ -189,17 +187,13 @@ def _same_lists(answer: Form, gold: Form, leaf: Leaf) -> bool | None:
         return False
     named, gold_named = dict(members), dict(left)
     if named.keys() == gold_named.keys() and len(named) == len(left) > 1:
-        return _every(compare(value, gold_named[name], leaf) for name, value in members)
-    unknown = False
+        return _all_same(named.values(), [gold_named[name] for name in named], leaf)
     for _, part in members:
         results = [compare(part, other, leaf) for _, other in left]
-        if True in results:
-            left.pop(results.index(True))
-        elif None in results:
-            unknown = True
-        else:
+        if True not in results:
             return False
-    return None if unknown else True
+        left.pop(results.index(True))
+    return True
 
 
 def _members(form: Form) -> list[tuple[str, Form | str]]:
@@ -253,7 +247,7 @@ def _separated(form: Form) -> list[str]:
     return [word for word in (word.strip(".:-()") for word in words_of) if word]
 
 
-_COMPARISONS: dict[str, Callable[[Form, Form, Leaf], bool | None]] = {
+_COMPARISONS: dict[str, Callable[[Form, Form, Leaf], bool]] = {
     "ratio": _same_ratios,
     "equation": _same_equations,
     "list": _same_lists,
@@ -286,44 +280,39 @@ def verdicts(pairs: Iterable[tuple[str, str]]) -> list[Verdict]:
     """Compare (answer, gold) pairs; what needs math-verify over all workers at once and only once."""
     pairs = list(pairs)
     forms = {text: form_of(text) for pair in pairs for text in pair}
-    needed: dict[tuple[str, str], None] = {}
-    results = [_verdict(answer, gold, forms, needed) for answer, gold in pairs]
-    for _ in range(2):
-        if not needed:
-            break
-        _KNOWN.update(zip(needed, shared().verify_many([(gold, answer) for answer, gold in needed]), strict=True))
-        needed.clear()
+    while True:
+        needed: dict[tuple[str, str], None] = {}
         results = [_verdict(answer, gold, forms, needed) for answer, gold in pairs]
-    return results
+        if not needed:
+            return results
+        _KNOWN.update(zip(needed, shared().verify_many([(gold, answer) for answer, gold in needed]), strict=True))
 
 
 def _verdict(answer: str, gold: str, forms: dict[str, Form | str], needed: dict[tuple[str, str], None]) -> Verdict:
+    """Return a verdict by what is known; put what is not, and taken for different, into `needed`."""
     if not answer.strip() or len(answer) > MAX_LENGTH:
         return "different"
     failed: list[Verdict] = []
 
-    def leaf(expression: str, gold_expression: str) -> bool | None:
+    def leaf(expression: str, gold_expression: str) -> bool:
         easy = easy_verdict(expression, gold_expression)
         if easy is not None:
             return easy
         verdict = _KNOWN.get((expression, gold_expression))
         if verdict is None:
             needed[expression, gold_expression] = None
-            return None
-        if verdict in ("timeout", "crash"):
+        elif verdict in ("timeout", "crash"):
             failed.append(verdict)
         return verdict == "equal"
 
-    answer = (
-        _DEGREES.sub(r"\\frac{(\1) \\cdot \\pi}{180}", spelled(_RADIANS.sub("", answer))) if "pi" in gold else answer
-    )
-    answer = _once(answer) if "(" in answer else answer
-    if (same := _same_numbers(answer, gold)) is not None:
-        return "equal" if same else "different"
-    same = compare(forms[answer] if answer in forms else form_of(answer), forms[gold], leaf)
-    if same:
-        return "equal"
-    return failed[0] if failed and same is False else "different"
+    if "pi" in gold:
+        answer = _DEGREES.sub(r"\\frac{(\1) \\cdot \\pi}{180}", spelled(_RADIANS.sub("", answer)))
+    twice = _TWICE.fullmatch(line(answer)) if "(" in answer else None
+    if twice and (number := number_of(twice[1])) and (again := number_of(twice[2])):
+        answer = str(twice[1]) if same_number(number, again, exact=True) else answer
+    if (same := _same_numbers(answer, gold)) is None:
+        same = compare(forms[answer] if answer in forms else form_of(answer), forms[gold], leaf)
+    return "equal" if same else failed[0] if failed else "different"
 
 
 def _same_numbers(answer: str, gold: str) -> bool | None:
@@ -332,13 +321,6 @@ def _same_numbers(answer: str, gold: str) -> bool | None:
     return (
         same_number(number, golden, exact=True) if number and golden and not ("=" in answer and "=" in gold) else None
     )
-
-
-def _once(answer: str) -> str:
-    """Return the first of two numbers of an answer that says one number twice: `49/5 (9.8)`."""
-    twice = _TWICE.fullmatch(line(answer))
-    number, repetition = (number_of(twice[1]), number_of(twice[2])) if twice else (None, None)
-    return str(twice[1]) if twice and number and repetition and same_number(number, repetition, exact=True) else answer
 
 
 def easy_verdict(answer: str, gold: str) -> bool | None:

@@ -85,10 +85,6 @@ _UNITS = re.compile(r"(?<=[\d})\]π])(?:\s+(?!(?:and|or|pi|sqrt)\b)[A-Za-z]{2,}[
 _MATHEMATICAL = re.compile(r"[\d\\^_+=<>()\[\]√π∞]|^\W*\w\W*$|\b[A-Za-z] ?- ?[A-Za-z]\b")
 
 
-def _content(formula: re.Match[str]) -> str:
-    return str(next(group for group in formula.groups() if group is not None))
-
-
 def _result(formula: str) -> str:
     r"""Return what a formula ends with: of `a &= b \\ &= c` the c; else all of it."""
     if _ROWS.search(formula):
@@ -119,7 +115,7 @@ class Atoms:
 
     def __init__(self, text: str) -> None:
         self.formulas: list[str] = []
-        self.text = _FORMULA.sub(lambda match: self._atom(_content(match)), re.sub(ATOM, " ", text))
+        self.text = _FORMULA.sub(lambda match: self._atom(match[match.lastindex or 0]), re.sub(ATOM, " ", text))
 
     def _atom(self, formula: str) -> str:
         self.formulas.append(formula)
@@ -127,9 +123,10 @@ class Atoms:
 
     def with_runs(self, sentence: str) -> str:
         """Return a sentence with letters for its runs of mathematical signs, too."""
-        return _RUN.sub(lambda run: self._run(run.group()), sentence)
+        return _RUN.sub(self._run, sentence)
 
-    def _run(self, run: str) -> str:
+    def _run(self, match: re.Match[str]) -> str:
+        run = match.group()
         formula = run.lstrip("=:,*/ ").rstrip("=:,-+*/ ") if run.strip("(").strip(" =") else ""
         if len(re.findall(r"[)\]]", formula)) > len(re.findall(r"[(\[]", formula)):
             formula = formula.rstrip(")] ")
@@ -208,20 +205,16 @@ class FormulaReader:
             sentence = atoms.with_runs(sentence)
         sentence = _AFTERTHOUGHT.sub("", _APPROXIMATED.sub(r"\1", sentence))
         sentence = sentence if _PREMISE.match(sentence) else _CHECKED.sub("", sentence)
-        stated = self._last_value(atoms, sentence)
-        if stated is None:
+        lists = [m for m in _LIST.finditer(sentence) if self._is_value(atoms, m)]
+        meant = [m for m in lists if not _CONDITION.search(sentence, 0, m.start())]
+        if not lists:
             return None
+        stated = (meant or lists)[-1]
         formula, after = atoms.joined(stated.group()), sentence[stated.end() :]
         is_other = self.words and "\\text" not in formula and PROSE.search(after)
         if (chosen or _CHOOSES.search(after)) and gives_several(formula):
             return None
         return None if is_other or _NEGATES.search(sentence[: stated.start()]) or re.search(r"\d", after) else formula
-
-    def _last_value(self, atoms: Atoms, sentence: str) -> re.Match[str] | None:
-        """Return the last formulas of a sentence that are values, if possible of no condition."""
-        lists = [m for m in _LIST.finditer(sentence) if self._is_value(atoms, m)]
-        meant = [m for m in lists if not _CONDITION.search(sentence, 0, m.start())]
-        return next(reversed(meant or lists), None)
 
     def _is_value(self, atoms: Atoms, formulas: re.Match[str]) -> bool:
         """Return whether formulas end with no mere name, unless it is stated as the answer, and are not rejected."""

@@ -83,8 +83,8 @@ def number_at(text: str, start: int) -> tuple[Number, int] | None:
     if not lead or not match or match.end() - match.start() > MAX_DIGITS:
         return None
     brackets = re.findall(r"[(\[{]", lead["brackets"])
-    if brackets and is_pair(match.group(), brackets[-1]):
-        return None
+    if brackets and brackets[-1] in "([" and match.group().count(",") == 1:
+        return None  # (1,100) are two numbers, (1,234,567) and {1,100} one
     value, decimals, end = _magnitude(match)
     percent = _PERCENT.match(text, end)
     end = percent.end() if percent else end
@@ -142,11 +142,6 @@ def _signed(text: str, end: int, start: int, sign: str) -> tuple[Number, int] | 
         return None
     reading = number_at(text, start + 1 + after.isspace())
     return reading and (reading[0].negated(), reading[1])
-
-
-def is_pair(digits: str, bracket: str) -> bool:
-    """Return whether the comma in `(1,100)` separates two numbers; in `(1,234,567)` and `{1,100}` it does not."""
-    return digits.count(",") == 1 and bracket in "(["
 
 
 def _magnitude(match: re.Match[str]) -> tuple[Fraction, int | None, int]:

@@ -152,6 +152,10 @@ class Prose:
         word = _WORD.match(self.outline, re.compile(r"\s*").match(self.outline, start).end())  # type: ignore[union-attr]
         return word.group().lower() if word else ""
 
+    def begins_with(self, clause: Clause, begin: frozenset[str]) -> bool:
+        """Return whether a clause begins with one of some words, or one stands before it."""
+        return clause.opener in begin or self.first_word(clause.start) in begin
+
     def clauses(self) -> list[Clause]:
         """Return the clauses that hold a number."""
         return [self._clause(*cut) for cut in self._cuts() if self.within(*cut[:2])]
@@ -163,7 +167,8 @@ class Prose:
             position = boundary.start()
             has_number = "#" in self.outline[start:position]
             if boundary["open"]:
-                ends = depth == 0 and has_number and self._is_remark(position)
+                is_factor = _FACTOR.search(self.outline[max(0, position - 40) : position])
+                ends = depth == 0 and has_number and bool(_REMARK.match(self.outline, position)) and not is_factor
             elif boundary["close"]:
                 ends = depth <= 1 and opener == "("
             else:
@@ -177,29 +182,16 @@ class Prose:
                 start = boundary.end()
         yield start, len(self.outline), opener
 
-    def _is_remark(self, position: int) -> bool:
-        return bool(_REMARK.match(self.outline, position)) and not _FACTOR.search(
-            self.outline[max(0, position - 40) : position]
-        )
-
     def _clause(self, start: int, stop: int, opener: str) -> Clause:
-        signs = [i for i in range(start, stop) if self.outline[i] in "=→"]
-        equates = any(self.outline[i] == "=" for i in signs)
-        verb = self._verb(signs[-1] + 1 if signs else start, stop)
-        ends = [(i, i + 1) for i in signs] + ([verb] if verb else [])
+        ends = [(i, i + 1) for i in range(start, stop) if self.outline[i] in "=→"]
+        equates = any(self.outline[i] == "=" for i, _ in ends)
+        last_side = ends[-1][1] if ends else start
+        verb = VERBS.search(self.outline, last_side, stop)  # between two numbers of the last side
+        if verb and self.within(last_side, verb.start()) and _TO_THE_NUMBER.match(self.outline, verb.end(), stop):
+            ends.append(verb.span())
+            equates = False
         sides = zip([start, *(end for _, end in ends)], [*(begin for begin, _ in ends), stop], strict=True)
-        return Clause(tuple(s for s in sides if self.outline[s[0] : s[1]].strip()), opener, equates and not verb)
-
-    def _verb(self, last_side: int, stop: int) -> tuple[int, int] | None:
-        """Return the verb between two numbers of a clause's last side."""
-        verb = VERBS.search(self.outline, last_side, stop)
-        if (
-            not verb
-            or not self.within(last_side, verb.start())
-            or not _TO_THE_NUMBER.match(self.outline, verb.end(), stop)
-        ):
-            return None
-        return verb.span()
+        return Clause(tuple(s for s in sides if self.outline[s[0] : s[1]].strip()), opener, equates)
 
     def results(self, clause: Clause) -> bool:
         """Return whether a clause gives what is computed in it: they have 12 + 5 = 17 apples."""
@@ -208,13 +200,10 @@ class Prose:
         computed = is_quotient or bool(_COMPUTED.search(self.outline, *operands))
         return clause.equates and computed and self.words(*clause.sides[-1]).startswith("#")
 
-    def governed(self, position: int, start: int) -> bool:
-        """Return whether the words before a number say it of something else."""
-        return _GOVERNED.search(self.words(max(start, position - MAX_WORDS), position)) is not None
-
     def free(self, start: int, stop: int) -> list[int]:
-        """Return the numbers of a range that nothing governs."""
-        return [position for position in self.within(start, stop) if not self.governed(position, start)]
+        """Return the numbers of a range that nothing governs: no words before them say them of something else."""
+        numbers = self.within(start, stop)
+        return [i for i in numbers if not _GOVERNED.search(self.words(max(start, i - MAX_WORDS), i))]
 
     def lone(self, side: Side, final: bool = False) -> int | None:
         """Return the number of a side that has just one which nothing governs; of a final side its first."""
@@ -233,22 +222,18 @@ class Prose:
         before, after = self.outline[max(0, position - 80) : position], self.outline[position + 1 : position + 80]
         if _PART.search(f"{before}@{after}"):
             return True
-        following = _NEXT.match(after)
-        if following and not self._is_restated(position, position + following.end()):
-            return True
+        if following := _NEXT.match(after):
+            other = position + following.end()
+            same = self.same(position, other) or self.same(other, position)
+            is_repeated = self.written[other][0] in "([" and other > position + 1 and same  # 2/5 (0.4)
+            if not is_repeated and not self.written[other].startswith("$"):  # 18 $5 bills
+                return True
         if _CHANGED_BEFORE.search(self.words(max(start, position - MAX_WORDS), position)):
             return True
         changed = _CHANGED_AFTER.match(self.words(position + 1, min(stop, position + MAX_WORDS)))
-        alternative = changed and re.match(r"\s*or #", changed.group())
-        return bool(changed) and not (
-            alternative and self.same(position, position + 1 + self.outline[position + 1 :].index("#"))
-        )
-
-    def _is_restated(self, position: int, other: int) -> bool:
-        """Return whether a number in brackets says the same as the one before it, 2/5 (0.4), or is a price: 18 $5 bills."""
-        written = self.written[other]
-        same = self.same(position, other) or self.same(other, position)
-        return written.startswith("$") or (written[0] in "([" and other > position + 1 and same)
+        is_alternative = changed and re.match(r"\s*or #", changed.group())
+        other = self.outline.find("#", position + 1)
+        return bool(changed) and not (is_alternative and self.same(position, other))
 
 
 # --------------------------------------------------------------------------- the number that counts
@@ -316,7 +301,7 @@ def _stating_clauses(prose: Prose) -> list[Clause]:
     first, *rest = clauses
     if len(first.sides) > 1 or not VERBS.search(prose.outline, first.start, prose.within(*first.sides[0])[0]):
         return clauses
-    return [clause for clause in rest if _begins_with(prose, clause, CONCLUSIONS)] or clauses
+    return [clause for clause in rest if prose.begins_with(clause, CONCLUSIONS)] or clauses
 
 
 def _last_number(prose: Prose) -> int | None:
@@ -325,25 +310,18 @@ def _last_number(prose: Prose) -> int | None:
     # if we add them they are 3 + 4 = 7
     ends = [c for c in clauses[-1:] if prose.results(c) and not prose.first_word(c.stop + 1)]
     clauses = [c for c in clauses if not _is_condition(prose, c)] or ends
-    stated = [clause for clause in _without_rates(prose, clauses) if not _is_reason(prose, clause)]
+    conclusions = (c for c in clauses if _CONCLUDES.match(prose.words(c.start, c.stop)))
+    end = next((c.start for c in conclusions if prose.free(c.start, c.stop)), len(prose.outline))
+    stated = [  # without reasons, and rates that explain a conclusion: so 5 cars, each with 12 seats
+        c
+        for c in clauses
+        if (c.start <= end or not _RATE.match(prose.words(c.start, c.stop)))
+        and c.opener not in ("for", "at", "with")
+        and not prose.begins_with(c, _REASONS)
+    ]
     stated = [c for c in stated if not _COMPARES.match(prose.words(c.start, c.stop))] or stated
     clauses = [clause for clause in stated if prose.free(*clause.sides[-1])] or stated or clauses
     return next((n for clause in reversed(clauses) if (n := number_of_clause(prose, clause)) is not None), None)
-
-
-def _without_rates(prose: Prose, clauses: list[Clause]) -> list[Clause]:
-    """Return clauses without rates after a conclusion, which they explain: so 5 cars, each with 12 seats."""
-    conclusions = (c for c in clauses if _CONCLUDES.match(prose.words(c.start, c.stop)))
-    start = next((c.start for c in conclusions if prose.free(c.start, c.stop)), len(prose.outline))
-    return [c for c in clauses if c.start <= start or not _RATE.match(prose.words(c.start, c.stop))]
-
-
-def _is_reason(prose: Prose, clause: Clause) -> bool:
-    return clause.opener in ("for", "at", "with") or _begins_with(prose, clause, _REASONS)
-
-
-def _begins_with(prose: Prose, clause: Clause, begin: frozenset[str]) -> bool:
-    return clause.opener in begin or prose.first_word(clause.start) in begin
 
 
 def _is_condition(prose: Prose, clause: Clause) -> bool:
@@ -354,20 +332,19 @@ def _is_condition(prose: Prose, clause: Clause) -> bool:
 
 def number_of_clause(prose: Prose, clause: Clause) -> int | None:
     """Return the number of a clause: by its sides, or the first that nothing governs."""
-    if len(clause.sides) > 1:
-        return _number_of_sides(prose, clause)
-    return _number_of_phrase(prose, *clause.sides[0]) if clause.sides else None
-
-
-def _number_of_sides(prose: Prose, clause: Clause) -> int | None:
     sides = clause.sides
+    if len(sides) < 2:
+        return _number_of_phrase(prose, *sides[0]) if sides else None
     if any(re.search(r"\b(?:or|and) \S+$", prose.words(*side)) for side in sides[1:-1]):  # x = 3 or y = 5
         return None
     first, final = prose.lone(sides[0]), prose.lone(sides[-1], final=True)
-    is_quotient = first is not None and prose.numbers[first].is_quotient
     converts = clause.equates and all(_MEASURE.fullmatch(prose.words(*side)) for side in sides)  # 320 cm = 3.2 m
-    is_only = len(prose.within(*sides[0])) == 1
-    if first is not None and is_only and not is_quotient and not converts and prose.is_introduced(sides[0][0], first):
+    if (
+        first is not None
+        and len(prose.within(*sides[0])) == 1
+        and not (prose.numbers[first].is_quotient or converts)
+        and prose.is_introduced(sides[0][0], first)
+    ):
         if prose.outline[sides[0][1]] == "→":  # 3 → 12
             return None
         if clause.equates and not (final is not None and prose.same(first, final)):

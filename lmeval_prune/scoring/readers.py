@@ -72,22 +72,12 @@ _ALGEBRA = (
 )
 
 
-def _main_clause(sentence: str) -> str:
-    """Return the clause of a sentence with its last number, and a question mark after it."""
-    clauses = [clause for clause in _CLAUSE.split(sentence) if _DIGIT.search(clause)]
-    return clauses[-1] + ("?" if sentence.rstrip().endswith("?") else "") if clauses else sentence
-
-
 def _states_nothing(sentence: str) -> bool:
-    """Return whether a sentence calls its own value wrong, plans or denies."""
+    """Return whether a sentence calls its own value wrong, plans, or denies in the clause with its last number."""
     plans = _PLANS.search(sentence) and not _STATES.search(sentence)
-    return mistakes_of_others(sentence) or bool(plans or DENIED.search(_main_clause(sentence)))
-
-
-def _beside(sentence: str, rejection: re.Match[str]) -> str:
-    """Return what a sentence says before it rejects a value, unless that is a condition, or else after it."""
-    before = sentence[: rejection.start()]
-    return before if _DIGIT.search(before) and not _CONDITION.match(before) else sentence[rejection.end() :]
+    clauses = [clause for clause in _CLAUSE.split(sentence) if _DIGIT.search(clause)]
+    main = clauses[-1] + ("?" if sentence.rstrip().endswith("?") else "") if clauses else sentence
+    return mistakes_of_others(sentence) or bool(plans or DENIED.search(main))
 
 
 @dataclass(frozen=True)
@@ -136,7 +126,9 @@ class NumberReader:
                 return None
             if rejection := _REJECTION.search(words):
                 rejected += numbers_in(rejection.group())
-                words = _beside(words, rejection)
+                before = words[: rejection.start()]
+                is_stated = _DIGIT.search(before) and not _CONDITION.match(before)
+                words = before if is_stated else words[rejection.end() :]
             words = _APPROXIMATION.sub(r"\1", words) if self.exact else words
             if self.algebra and _ASSIGNMENTS.fullmatch(words) and not _CONDITION.match(words):
                 return None

@@ -113,17 +113,12 @@ def statements(text: str) -> list[Statement]:
         statement = None if in_a_box else _statement(text, mark, pairs)
         between = text[result[-1].end : statement.start] if statement and result else ""
         if statement and between and result[-1].how == statement.how == "boxed" and _JOINT.fullmatch(between):
-            result[-1] = _joined(result[-1], between, statement)
+            first, second = result[-1].content, statement.content  # a value that is repeated counts once
+            content = first if first.strip() == second.strip() else f"{first}{between.replace('$', '')}{second}"
+            result[-1] = result[-1]._replace(end=statement.end, content=content[: MAX_BOX + 1])  # too long, if cut
         elif statement and not (result and result[-1].how == "boxed" and _ASIDE.fullmatch(between)):
             result.append(statement)
     return result
-
-
-def _joined(first: Statement, between: str, second: Statement) -> Statement:
-    """Return two boxes that are one answer; a value that is repeated counts once."""
-    same = first.content.strip() == second.content.strip()
-    content = first.content if same else f"{first.content}{between.replace('$', '')}{second.content}"
-    return first._replace(end=second.end, content=content[: MAX_BOX + 1])  # too long for an answer, if cut
 
 
 def _statement(text: str, mark: re.Match[str], pairs: dict[int, int]) -> Statement | None:
@@ -310,16 +305,12 @@ def _extract(text: str, reader: Reader) -> Extraction:
         elif following.lstrip(" *_\"')").startswith(("?", "？")):
             remaining_text = _blanked(remaining_text, statement.start, statement.end)
         else:
-            answer = reader.read(_concluding_bold(statement, following, reader) or content, statement.how)
+            bold = _BOLD_END.search(following[-100:]) if statement.how != "boxed" else None  # which stands alone
+            content = bold[1] if bold and reader.is_bare(bold[1]) else content
+            answer = reader.read(content, statement.how)
             if answer is not None and not _begins_a_solution(statement, following, reader):
                 return Extraction(answer, statement.how)
     return _end(remaining_text, reader)
-
-
-def _concluding_bold(statement: Statement, following: str, reader: Reader) -> str:
-    """Return the bold bare answer that stands alone at the end, after an unboxed statement; else nothing."""
-    bold = _BOLD_END.search(following[-100:]) if statement.how != "boxed" else None
-    return bold[1] if bold and reader.is_bare(bold[1]) else ""
 
 
 def _end(text: str, reader: Reader) -> Extraction:
@@ -434,21 +425,13 @@ _NUMBER_IS_WRONG = re.compile(  # 12 is wrong
 def taken_back(following: str, content: str = "") -> re.Match[str] | None:
     """Return the last of the words, before another value, with which what follows a statement takes it back.
 
-    None if it does not, or confirms it after all.
+    None if it does not, or confirms it after all. It does if it calls the statement wrong, or turns to another value.
 
     Args:
         following: the text after the statement; its first `WINDOW` characters are looked at.
         content: what was stated: a number that is called wrong must be in it.
     """
     near = following[:WINDOW]
-    first = _first_sign(near, content)
-    if first is None or _CONFIRMED.search(following, first.end(), first.end() + 300):
-        return None
-    return _last_sign(near, first)
-
-
-def _first_sign(near: str, content: str) -> re.Match[str] | None:
-    """Return the first words that call `content` wrong, or turn to something that is computed or said."""
     numbers = (number for number in _NUMBER_IS_WRONG.finditer(near) if number[1] in content)
     others = [mistake.end() for mistake in _OF_OTHERS.finditer(near)]
     called = (
@@ -456,22 +439,23 @@ def _first_sign(near: str, content: str) -> re.Match[str] | None:
         for called in _CALLED_WRONG.finditer(near)
         if called.end() not in others and not _REJECTS.search(near, 0, called.start())
     )
-    turns = (turn for turn in _TURN.finditer(near) if _GIVES.search(near[turn.end() : turn.end() + 300]))
-    turns = (turn for turn in turns if not _WONDERS.search(near, 0, turn.start()))
-    candidates = [sign for sign in (next(called, None) or next(numbers, None), next(turns, None)) if sign]
-    return min(candidates, key=lambda sign: sign.start(), default=None)
+    turns = (
+        turn
+        for turn in _TURN.finditer(near)
+        if _GIVES.search(near[turn.end() : turn.end() + 300]) and not _WONDERS.search(near, 0, turn.start())
+    )
+    signs = [sign for sign in (next(called, None) or next(numbers, None), next(turns, None)) if sign]
+    first = min(signs, key=lambda sign: sign.start(), default=None)
+    if first is None or _CONFIRMED.search(following, first.end(), first.end() + 300):
+        return None
+    later = (sign for kind in (_CALLED_WRONG, _TURN) for sign in kind.finditer(near, first.end()))
+    before_value = (sign for sign in later if not _VALUE.search(near, first.end(), sign.start()))
+    return max([first, *before_value], key=lambda sign: sign.end())  # sorry, I made a mistake: it should be
 
 
 def mistakes_of_others(sentence: str) -> bool:
     """Return whether a sentence calls wrong what it says itself."""
     return _OF_OTHERS.search(sentence) is not None
-
-
-def _last_sign(text: str, first: re.Match[str]) -> re.Match[str]:
-    """Return the last sign of several before another value: sorry, I made a mistake: it should be."""
-    signs = (sign for kind in (_CALLED_WRONG, _TURN) for sign in kind.finditer(text, first.end()))
-    following = (sign for sign in signs if not _VALUE.search(text, first.end(), sign.start()))
-    return max([first, *following], key=lambda sign: sign.end())
 
 
 def end_of_first(statement: str) -> int | None:

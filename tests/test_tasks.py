@@ -50,11 +50,30 @@ def test_sizes_and_fields(name: str, split: str, request: pytest.FixtureRequest)
 def test_metadata_that_would_be_passed_over_or_leak_is_refused() -> None:
     with pytest.raises(InputError, match="unknown metadata data_spilt; did you mean 'data_split'"):
         data.custom_dataset(prune_data="tiny_words", data_spilt="train")
-    with pytest.raises(InputError, match="data_split"):
-        data.custom_dataset(prune_data="tiny_words", prune_train="train", data_split="train")
     with pytest.raises(InputError, match="prun_test"):  # would score the test split
         data.custom_dataset(prune_data="tiny_words", prun_test="train")
     assert len(data.custom_dataset(prune_data="tiny_words", pretrained="x", dtype="float32")["test"]) == 24
+
+
+def test_splits_are_added_and_sliced(shared_data: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def texts(split: str) -> list[str]:
+        return list(data.load("asdiv_a", split, shared_data)["question"])
+
+    first, second = texts("fold0"), texts("fold1")
+    assert texts("fold0 + fold1") == first + second
+    assert texts("fold1[:50%]") + texts("fold1[50%:]") == second
+    assert abs(len(texts("fold1[:50%]")) - len(second) // 2) <= 1
+    assert texts("fold0[3:5]+fold1[-2:]") == first[3:5] + second[-2:]
+    assert texts("all")[:7] == texts("all[:7]")
+    with pytest.raises(InputError, match="has no split 'fold7'; it has all, fold0"):
+        texts("fold0+fold7[:2]")
+    with pytest.raises(InputError, match="in common"):
+        texts("fold0+all[:50%]")
+    with pytest.raises(InputError, match="exemplars come from train"):
+        data.custom_dataset(prune_data="tiny_cloze", prune_train="train", data_split="train[:3]+test")
+    loading.warn_of_scored_splits("the sweep", "prune_gsm8k", ["train+test[:10]"], ["test"], "sweep train")
+    [record] = caplog.records
+    assert "questions of the split test, which prune_gsm8k scores" in record.getMessage()
 
 
 @pytest.mark.parametrize("step", [5, pytest.param(1, marks=pytest.mark.long)])  # of the rows

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -63,11 +63,6 @@ def words_by_key(name: str, language: str) -> dict[str, list[str]]:
     return dict(_lists()[language][name])
 
 
-def staged_rules(name: str) -> list[tuple[str, str]]:
-    """Return the patterns and replacements of a stage of normalisation."""
-    return [(_resolved(entry, "latex"), replacement) for entry, replacement, _ in _lists()["latex"]["stages"][name]]
-
-
 def pattern(name: str) -> re.Pattern[str]:
     """Compile all entries of a list in all languages, of English ones as whole words; in upper and lower case."""
     chinese = f"|{phrases(name, 'zh')}" if name in _lists()["zh"] else ""
@@ -77,32 +72,21 @@ def pattern(name: str) -> re.Pattern[str]:
 # --------------------------------------------------------------------------- stages
 
 
-@dataclass(frozen=True)
-class Stage:
-    """A stage of normalisation.
+def stage(name: str, rounds: int = 1) -> Callable[[str], str]:
+    """Return a stage that is listed with the words: its rules are applied in order, at most `rounds` times each."""
+    entries = _lists()["latex"]["stages"][name]
+    rules = [(re.compile(_resolved(entry, "latex")), replacement) for entry, replacement, _ in entries]
 
-    Attributes:
-        rules: patterns and their replacements, in order.
-        rounds: how often they are applied at most, until nothing changes.
-    """
-
-    rules: tuple[tuple[re.Pattern[str], str], ...]
-    rounds: int = 1
-
-    def __call__(self, text: str) -> str:
-        """Apply the rules."""
-        for _ in range(self.rounds):
+    def apply(text: str) -> str:
+        for _ in range(rounds):
             before = text
-            for pattern, replacement in self.rules:
-                text = pattern.sub(replacement, text)
+            for rule, replacement in rules:
+                text = rule.sub(replacement, text)
             if text == before:
                 break
         return text
 
-
-def stage(name: str, rounds: int = 1) -> Stage:
-    """Return a stage that is listed with the words."""
-    return Stage(tuple((re.compile(pattern), replacement) for pattern, replacement in staged_rules(name)), rounds)
+    return apply
 
 
 # --------------------------------------------------------------------------- Unicode

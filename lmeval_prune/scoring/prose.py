@@ -42,10 +42,10 @@ _OPERATOR = r"[+*/⁄^×·⋅∙÷√±∓|∪∩&_−∶]"
 _OTHER = rf"[+*^×·⋅÷−∶]|/(?!\s?(?:[A-Za-z]{{2}}|[{UNIT_LETTERS}]))"  # operators, but no rates
 _EXPLANATIONS = "|".join(word for word in words("explanations") if word.isascii())
 _PART = re.compile(  # the number is an @, others are #
-    rf"""(?:{_OPERATOR}|[<>≤≥≠]|\\[A-Za-z]+|\#)[ ]?@ | [-–—)\]]@ | \#[.:]@ | \{{.*\}}[ ]?@
-    | (?:^|[^A-Za-z])(?!(?:{"|".join(words("currencies"))})@)[A-Za-z]+@
-    | [(\[{{]\ ?@\ ?(?:\\?[)\]}}]|[,;:.…](?!\s?[A-Za-z])) | [,;]\ ?@\ ?\\?[)\]}}]
-    | @\ ?(?:[|∪∩&_<>≤≥≠⁄√±∓{VULGAR}⁰¹²³⁴-⁹]|\\[A-Za-z]) | @(?:\ ?(?!(?:{_EXPLANATIONS})\b)[A-Za-z°']+){{0,3}}\ ?(?:{_OTHER}) | @[-–]\ ?\(
+    rf"""(?:{_OPERATOR}|[<>≤≥≠]|\\[A-Za-z]+)[ ]?@ | [-–—)\]]@ | \#[.:]@ | \{{.*\}}[ ]?@
+    | (?:^|[^A-Za-z])[A-Za-z]+@
+    | [(\[{{]\ ?@\ ?(?:\\?[)\]}}]|[,;:.…]) | [,;]\ ?@\ ?\\?[)\]}}]
+    | @\ ?(?:[|∪∩&_<>≤≥≠⁄√±∓{VULGAR}⁰¹²³⁴-⁹]|\\[A-Za-z]) | @(?:\ ?(?!(?:{_EXPLANATIONS})\b)[A-Za-z°']+){{0,3}}\ ?(?:{_OTHER})
     | @[,.:]\#(?!\s?[-+*/×·÷−]) | @\ ?=\s*$ | @\ ?…+\ ?,?\ ?\# | @\ ?!\ ?[-+*/×·÷^−⁰-⁹] | @!\ {phrases("counted")} | @\\?[(\[{{](?![^)\]}}]*(?:=|{_CHINESE}|[A-Za-z]{{2}}))
     | @(?![{UNIT_LETTERS}])[A-Za-z](?![A-Za-z]) | @\ \(mod\b | @(?:pi|sqrt|[π∞'′″])""",
     re.VERBOSE,
@@ -75,7 +75,7 @@ _FACTOR = re.compile(rf"(?:{_OPERATOR}|\\[A-Za-z]+)\s*$")  # before a bracket th
 VERBS = re.compile(rf"(?<!to )\b(?:{'|'.join(words('verbs'))})\b|\bget\b", re.IGNORECASE)
 _TO_THE_NUMBER = re.compile(rf"\s*(?:{phrases('before_the_number')} ?)*#", re.IGNORECASE)
 CONCLUSIONS = words("conclusions")
-_WORD = re.compile(rf"(?<!\\)\b[A-Za-z]+(?:['’][A-Za-z]+)*|{_CHINESE}+")  # don't, 答案
+_WORD = re.compile(rf"\b[A-Za-z]+(?:['’][A-Za-z]+)*|{_CHINESE}+")  # don't, 答案
 _SAID, _CHINESE_SAID = words("said_with_a_number"), re.compile(f"{phrases('said_with_a_number', 'zh')}$")
 
 

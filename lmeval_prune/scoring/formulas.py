@@ -21,7 +21,7 @@ _FORMULA = re.compile(
     rf"|\\begin{_ROW_ENVIRONMENT}((?:[^\\]|\\(?!end{_ROW_ENVIRONMENT})[\s\S])+)(?:\\end{_ROW_ENVIRONMENT}\s*)+"
 )
 _TOKEN = (  # numbers and commands are never given back: a run of them would be read in two ways each
-    rf"(?:\d++(?:[.,]\d++)*+|\\[A-Za-z]++|(?:{phrases('mathematical_words')}|degrees?)(?![A-Za-z])|[b-zA-HJ-Z](?![A-Za-z'])|(?<=\d)[a-z]{{2,3}}(?=[\^²³])"
+    rf"(?:\d++(?:[.,]\d++)*+|\\[A-Za-z]++|(?:{phrases('mathematical_words')})(?![A-Za-z])|[b-zA-HJ-Z](?![A-Za-z'])"
     r"|[aI](?![A-Za-z']|\s[\w$])|[-+*/^=<>≤≥≠±√π∞∪∩·×÷°²³_{}()\[\]|!%…]|[,:](?= ?[-\d√π∞±\\(A-Za-z]))"
 )
 # the longest, of a sentence without dollars: x = 2 + 3i
@@ -43,7 +43,7 @@ _NEGATES = re.compile(  # is not x = 3
     re.IGNORECASE,
 )
 _CHOOSES = re.compile(  # of several values: only the first works
-    rf"\b(?:{phrases('rejecting')}|only (?:the|one)\b(?! (?:\w+ )?(?:solutions|roots|values|numbers|answers)))\b",
+    rf"\b(?:{phrases('rejecting')}|only the)\b",
     re.IGNORECASE,
 )
 _NAMED = re.compile(  # before a name that is the answer
@@ -66,7 +66,7 @@ _APPROXIMATED = re.compile(  # 36\pi cm² (≈ 113.1 cm²); \sqrt{2}, or about 1
 # x, AB, \alpha: no values
 _NAME = re.compile(r"\s*(?:[A-Za-z]|[A-Z]{2,}|\\(?!emptyset|infty|varnothing|pi)[A-Za-z]+)\s*")
 _WORDS = re.compile(  # and layout in a formula
-    r"\\(?:text\w*|mathrm|mbox|[hv]space|color)\s*\{[^{}]*\}|\\[dtc]?frac|\\(?:,|;|!| |quad|displaystyle|left|right)|(?<![A-Za-z\\])[A-Za-z]{3,}"
+    r"\\(?:text\w*|mathrm|mbox|color)\s*\{[^{}]*\}|\\[dtc]?frac|\\(?:,|;|!| |quad|left|right)|(?<![A-Za-z\\])[A-Za-z]{3,}"
 )
 # of a computation or a name: x + 1
 _SIGNS = re.compile(r"\\[A-Za-z{]|[+*/^_<>=|:!]|(?<!^)-|(?<![A-Za-z\\])[A-Za-z](?![A-Za-z])")

@@ -188,7 +188,7 @@ _SCALE = re.compile(rf"\\text\s*\{{\s*({'|'.join(_SCALES)})s?\s*\}}")  # \text{ 
 _MIXED = re.compile(r"(?<![\w.}^_{])(\d+) ?\\frac ?\{(\d+)\} ?\{(\d+)\}")  # 3\frac{1}{2}
 _UNIT = re.compile(  # at the end: \text{ cm}^2, \text{ apples}
     rf"(?<=[\w}})\]])\s*(?:\\text\s*\{{(?![^{{}}]*{phrases('no_unit', 'latex')})[^{{}}]*\}}"
-    rf"|\\(?:text)?{phrases('unit_symbols', 'latex')}(?![A-Za-z]))(?:\s*\^\s*\{{?\s*\d\s*\}}?)?\s*$"
+    rf")(?:\s*\^\s*\{{?\s*\d\s*\}}?)?\s*$"
 )
 
 
@@ -213,7 +213,7 @@ def trimmed(text: str) -> str:
 # --------------------------------------------------------------------------- brackets
 
 _PAIRS = {"(": ")", "[": "]", "{": "}", "\\{": "\\}", "\\lbrace": "\\rbrace", "\\langle": "\\rangle"}
-_PIECE = re.compile(r"\\(?:begin|end)(?=\{\w+\*?\})|\\[A-Za-z]+|\\.|[\s\S]")  # a bracket, a command or a character
+_PIECE = re.compile(r"\\[A-Za-z]+|\\.|[\s\S]")  # a bracket, a command or a character
 _DEEPENS = dict.fromkeys(_PAIRS, 1) | dict.fromkeys(_PAIRS.values(), -1) | {"\\begin": 1, "\\end": -1}
 
 

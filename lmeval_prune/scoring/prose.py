@@ -243,7 +243,6 @@ _REASONS = words("reasons")
 _SUPPOSES = pattern("suppositions")  # if 3 shirts cost 12
 _COMPARES = re.compile(phrases("compares"))  # which is 3 more than 9; attained at x = 2
 _DEPENDS = re.compile(phrases("depends"))  # 12 if he won and 13 if not
-_STATES = re.compile(rf"\b(?:{'|'.join(words('states'))})\b")  # 3 of which are bad
 _CONCLUDES = re.compile(rf"{phrases('conclusions')}\b|{phrases('concluding', 'zh')}")  # so they need 5 cars
 _RATE = re.compile(rf"{phrases('rates')}\b|{phrases('rates', 'zh')}")  # each with 12 seats
 _MEASURE = re.compile(r"# ?[a-z]+\.?")  # 3.2 m
@@ -384,11 +383,7 @@ def _is_listed(prose: Prose, clause: Clause, number: int) -> bool:
     if other is None or prose.is_part(other, clause.start, clause.stop):
         return False
     after = prose.words(other + 1, clause.stop)
-    return (
-        prose.words(clause.start, other) in ("", "and", "or")
-        and not re.match(r"of\b", after)
-        and not _STATES.search(after)
-    )
+    return prose.words(clause.start, other) in ("", "and", "or") and not re.match(r"of\b", after)
 
 
 def _others(prose: Prose, clause: Clause, number: int) -> list[int]:

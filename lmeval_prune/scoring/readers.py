@@ -21,40 +21,31 @@ _DIGIT = re.compile(r"[\d¼-¾⅐-⅞]")
 _NOTHING = re.compile(rf"\W*{phrases('nothing')}\b", re.IGNORECASE)  # no solution
 _BULLET = re.compile(r"^\s*(?:[-*•–—>]|\d{1,2}[.)])\s+")  # 1) 12
 _INVERTED = re.compile(phrases("inverted"), re.IGNORECASE)  # so 12 it is
-_BOLD_APPOSED = re.compile(  # a rise of **9** euros; it is step **9**
-    rf"\b(?:an? (?!{phrases('parts_of')}\b)[a-z]+ of|(?<=is ){phrases('numbered')}) (?=\*\*[$£€]?-?\d)"
-)
 _FOOTNOTE = re.compile(  # 12 [1]
-    r"(?<=[\w.%)}*`$]) ?\[(?:\d{1,2}|[a-z*†]|(?:see|note|from|source|step|table|ref) [^\]\n]{1,40})\](?=[\s.,;:!?]|$)"
-    r"|[†‡]|(?<![⁻⁰¹²³⁴-⁹])¹(?![⁰¹²³⁴-⁹])"
+    r"(?<=[\w.%)}*`$]) ?\[\d{1,2}\](?=[\s.,;:!?]|$)|(?<![⁻⁰¹²³⁴-⁹])¹(?![⁰¹²³⁴-⁹])"
 )
 _DOZENS = re.compile(rf"({phrases('computed')}[\d.,]*) dozens?\b")  # 36/12 = 3 dozen
 # is 12
-_STATES = re.compile(rf"=|\b{phrases('stating')}\s+(?:about |exactly |only |a total of )?[$£€]?-?\d", re.IGNORECASE)
+_STATES = re.compile(rf"=|\b{phrases('stating')}\s+[$£€]?-?\d", re.IGNORECASE)
 _PLANS = re.compile(phrases("planned"), re.IGNORECASE)  # next, we add 12
-_IN_ALL = re.compile(  # for a total of 12
-    r",?\s+for (?:a total of (?=[$£€]?\d)|(?=[$£€]?[\d.,]+ (?:in total|altogether|in all)\b))", re.IGNORECASE
-)
+_IN_ALL = re.compile(r",?\s+for (?=[$£€]?[\d.,]+ in total\b)", re.IGNORECASE)  # for 12 in total
 _CLAUSE = re.compile(  # so that it is 12
     r",?\s+(?:so|thus|hence|therefore|that|because|since)\s|(?<=[a-z])[,;]\s+(?=there|she|he|they|it|we|the|that)",
     re.IGNORECASE,
 )
 _NOT_BUT = re.compile(  # it is not 12 but 15
-    r"^.*?\b(?:isn't|is not|not)\b(?:[^,;]|,(?=\d)){1,40}?(?:[,;]\s*(?:it is|it's|rather)|[,;]?\s*but)\s+|^.*?不是[^,;，。]{1,20}[,，]?\s*而是"
+    r"^.*?\b(?:isn't|not)\b(?:[^,;]|,(?=\d)){1,40}?[,;]?\s*but\s+|^.*?不是[^,;，。]{1,20}[,，]?\s*而是"
 )
-# The correct choice is C; it is option C; option C is correct. What denies it.
-_CHOSEN = re.compile(
-    r"(?:\b(?:the|our|my) (?:(?:only|single|correct|right|best|final|matching) )*(?:choice|option|answer|letter)"
-    rf"(?: (?:that|which) (?!fails?\b)[a-z ]+)?,? {phrases('announcing_verbs')}"
-    r"|\b(?:it|this|that|which|i\.e\.,?)(?: (?:is|matches|means|gives|leaves))?(?= (?:option|choice))"
-    rf"|(?:^|[,;] )(?:{phrases('conclusions')}\b,? )?(?:(?:i|we|you) (?:(?:should|would|must|can|will) )?)?(?:choose|pick|select))"
+_CHOSEN = re.compile(  # the correct choice is C; it is option C; I choose C; option C is correct
+    rf"(?:\b(?:the|our|my) (?:\w+ )?(?:choice|option|answer|letter),? {phrases('announcing_verbs')}|\bit(?: is)?(?= (?:option|choice))"
+    rf"|(?:^|[,;] )(?:{phrases('conclusions')}\b,? )?(?:(?:i|we) (?:would )?)?(?:choose|pick|select))"
     r":? (?:(?:option|choice|answer) )?\(?([A-K])\)?\W*$"
     rf"|(?:^|[,;] )(?:{phrases('conclusions')}\b,? )?(?:the )?(?:option|choice|answer) \(?([A-K])\)? is (?:correct|right)\W*$",
     re.IGNORECASE,
 )
 _CONDITION = re.compile(rf"\W*(?:{'|'.join(words('conditions'))})\b", re.IGNORECASE)  # since x > 0
 _REJECTION = re.compile(  # of another value: we reject 12
-    rf"(?:^|[,;.]\s+)(?:{phrases('conclusions')}\b,? |and )?(?:i|we|you|one) (?:\w+ ){{0,2}}{phrases('rejecting')}\b.*?(?=[,;]\s|\band\b|\W*$)",
+    rf"(?:^|[,;.]\s+)(?:{phrases('conclusions')}\b,? |and )?(?:i|we) {phrases('rejecting')}\b.*?(?=[,;]\s|\band\b|\W*$)",
     re.IGNORECASE,
 )
 _APPROXIMATION = re.compile(  # of a fraction: 5/6 ≈ 0.833; 5/6, or about 83%
@@ -117,7 +108,7 @@ class NumberReader:
             return None
         rejected: list[str] = []
         for sentence in concluding_sentences(text):
-            words = _BOLD_APPOSED.sub(": ", _FOOTNOTE.sub("", CONSENT.sub("", sentence)))
+            words = _FOOTNOTE.sub("", CONSENT.sub("", sentence))
             words = _FACTORIAL.sub(r" \\factorial ", words)
             words = _DOZENS.sub(r"\1", _NOT_BUT.sub("", plain(words)))
             if mistakes_of_others(words) and not _DIGIT.search(words):

@@ -23,7 +23,7 @@ import datasets
 from lmeval_prune.errors import InputError, did_you_mean, print_input_errors
 from lmeval_prune.scoring import complexity, readings
 from lmeval_prune.scoring.verifier import require_math_verify
-from lmeval_prune.tasks.loading import split_names, split_parts
+from lmeval_prune.tasks.splits import split_names, split_parts
 
 Row = dict[str, Any]
 HERE = Path(__file__).parent

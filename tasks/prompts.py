@@ -10,7 +10,8 @@ from typing import Any
 from lmeval_prune.artefacts import digest, without_addresses
 from lmeval_prune.attributes import replaced
 from lmeval_prune.errors import InputError
-from lmeval_prune.tasks.loading import load_task, scored_splits, task_manager, warn_of_scored_splits
+from lmeval_prune.tasks.loading import load_task, task_manager
+from lmeval_prune.tasks.splits import scored_splits, warn_of_scored_splits
 
 
 def prompt_of(task: Any, document: Mapping[str, Any], tokenizer: Any = None) -> str:

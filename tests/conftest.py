@@ -257,7 +257,7 @@ def split_warnings(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
     """Return what was warned of the splits of calibration questions so far; each warning is one line."""
 
     def warnings() -> list[str]:
-        lines = [record.getMessage() for record in caplog.records if record.name == "lmeval_prune.tasks.loading"]
+        lines = [record.getMessage() for record in caplog.records if record.name == "lmeval_prune.tasks.splits"]
         assert not any("\n" in line for line in lines)
         return lines
 

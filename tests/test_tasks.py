@@ -16,7 +16,7 @@ from lmeval_prune.cli import COMMANDS, WITH_LM_EVAL, main
 from lmeval_prune.config import declared
 from lmeval_prune.grid.folder import GridFolder
 from lmeval_prune.plugin import registration
-from lmeval_prune.tasks import data, loading, scored, scorers
+from lmeval_prune.tasks import data, loading, scored, scorers, splits
 from lmeval_prune.tasks.loading import code_digest, load_task, load_tasks
 from tests.conftest import ROOT, task_manager
 
@@ -71,7 +71,7 @@ def test_splits_are_added_and_sliced(shared_data: Path, caplog: pytest.LogCaptur
         texts("fold0+all[:50%]")
     with pytest.raises(InputError, match="exemplars come from train"):
         data.custom_dataset(prune_data="tiny_cloze", prune_train="train", data_split="train[:3]+test")
-    loading.warn_of_scored_splits("the sweep", "prune_gsm8k", ["train+test[:10]"], ["test"], "sweep train")
+    splits.warn_of_scored_splits("the sweep", "prune_gsm8k", ["train+test[:10]"], ["test"], "sweep train")
     [record] = caplog.records
     assert "questions of the split test, which prune_gsm8k scores" in record.getMessage()
 

@@ -258,6 +258,7 @@ _COMPARISONS: dict[str, Callable[[Form, Form, Leaf], bool]] = {
 
 _KNOWN: dict[tuple[str, str], Verdict] = {}  # of pairs of expressions, what workers have found
 _TWICE = re.compile(r"(.{1,40}?) ?\((?:or)? ?([^()]{1,40})\)")  # 49/5 (9.8)
+_RADIANS = re.compile(r"\\text\s*\{\s*rad(?:ians?)?\s*\}")
 _DEGREES = re.compile(  # 45°, 22.5 degrees
     r"(\d[\d./]*)\s*(?:°|\\text\s*\{\s*degrees?\s*\})"
 )
@@ -304,7 +305,7 @@ def _verdict(answer: str, gold: str, forms: dict[str, Form | str], needed: dict[
         return verdict == "equal"
 
     if "pi" in gold:
-        answer = _DEGREES.sub(r"\\frac{(\1) \\cdot \\pi}{180}", spelled(answer))
+        answer = _DEGREES.sub(r"\\frac{(\1) \\cdot \\pi}{180}", spelled(_RADIANS.sub("", answer)))
     twice = _TWICE.fullmatch(line(answer)) if "(" in answer else None
     if twice and (number := number_of(twice[1])) and (again := number_of(twice[2])):
         answer = str(twice[1]) if same_number(number, again, exact=True) else answer

@@ -383,7 +383,7 @@ def _is_listed(prose: Prose, clause: Clause, number: int) -> bool:
     if other is None or prose.is_part(other, clause.start, clause.stop):
         return False
     after = prose.words(other + 1, clause.stop)
-    return prose.words(clause.start, other) in ("", "and", "or") and not re.match(r"of\b", after)
+    return prose.words(clause.start, other) in ("", "and", "or") and not re.search(r"^of\b|\bwas\b", after)
 
 
 def _others(prose: Prose, clause: Clause, number: int) -> list[int]:

@@ -92,7 +92,7 @@ _ASIDE = re.compile(r"[^()\n.]{0,20}\([^()\n.]{0,20}")
 _BRACE = re.compile(r"\\\\|\\[{}]|[{}]")
 _UNCLOSED = re.compile(r"[^$\n]{1,100}(?=\$)")  # $\boxed{\frac{5}{6}$
 # Between a mark and its value: arrows, emphasis, bullets, line ends; the last may be a minus after `####` or `=`.
-_AROUND = re.compile(r"(?:[-=]+>|[ \t*_:：#=\"']|\n\s*>?|[-–—•>](?=[ \t]+[^\s\d])|[-–—•][ \t]+(?=\S))*")
+_AROUND = re.compile(r"(?:[-=]+>|[ \t*_:：#=\"']|\n\s*>?|[-–—•][ \t]+(?=\S))*")
 _MINUS = re.compile(r"[#:=] *- +$")
 _FIRST_ITEM = re.compile(
     rf"1[.)] +(?!{phrases('reasons_after')}\b)(?=[A-Z*][^\n=]*\d)", re.IGNORECASE
@@ -200,13 +200,9 @@ _EXPLAINED = re.compile(  # an answer alone in the first line, and no conclusion
     re.IGNORECASE,
 )
 _ASSUMED = re.compile(  # before a statement, in its sentence
-    rf"\b(?:(?i:{phrases('assumed_before')})"
-    rf"|{phrases('others')} (?:might |may |could |would |will |often )?{phrases('others_say')}"
-    rf"|(?i:{phrases('others_answer')})\s*(?i:final\s*)?)\s*(?:that\s+|the\s+)*$"
-    rf"|\b(?i:{phrases('supposing')})\b(?![^,;.\n]*\b(?:we|then|you) (?:see|find|get|know|conclude|have)\b)[^,;.\n]*$"
-    r"|\b(?i:is|be) to (?:say|answer|claim|think)(?: that)?\s+(?:the\s+)?$"
-    r"|^\s*Had\b|\b(?i:check|test|verify)(?:ing|s)? (?:(?:our|the|this|that|my) )?$"
-    rf"|{phrases('assumed_before', 'zh')}[^，。；,;\n]*$"
+    rf"\b(?:(?i:{phrases('assumed_before')})|{phrases('others')} {phrases('others_say')})\s*(?:that\s+|the\s+)*$"
+    rf"|\b(?i:{phrases('supposing')})\b(?![^,;.\n]*\bwe see\b)[^,;.\n]*$"
+    rf"|^\s*Had\b|\b(?i:check|verify) (?:our )?$|{phrases('assumed_before', 'zh')}[^，。；,;\n]*$"
 )
 # Where an assumed statement ends.
 _BUT = re.compile(rf"[,;]\s*(?:{phrases('buts')}|{phrases('buts', 'zh')})", re.IGNORECASE)

@@ -48,7 +48,7 @@ _READ = ("attempt", "outcome", "length", "cut_off")
 class TaskSettings(TypedDict, total=False):
     """Settings of a task; the outcomes depend on all others, which are any JSON."""
 
-    scored_splits: list[str]  # what the task scores, see `tasks/loading.py`
+    scored_splits: list[str]  # what the task scores, see `tasks/splits.py`
     code: str  # digest of the user's own code
 
 

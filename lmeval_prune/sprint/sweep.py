@@ -31,14 +31,8 @@ from lmeval_prune.sprint.options import DEFAULT_LAYERS, SweepOptions
 from lmeval_prune.sprint.outcomes import Outcomes, OutcomeStore, Question
 from lmeval_prune.sprint.swept_task import SweptTask, configure, swept
 from lmeval_prune.tasks.compat import LoadedTasks
-from lmeval_prune.tasks.loading import (
-    code_digest,
-    load_tasks,
-    scored_splits,
-    split_names,
-    task_manager,
-    unnamed_exemplar_split,
-)
+from lmeval_prune.tasks.loading import code_digest, load_tasks, task_manager
+from lmeval_prune.tasks.splits import scored_splits, split_names, unnamed_exemplar_split
 
 logger = logging.getLogger(__name__)
 Model = PrunedHFLM | PrunedServerLM

@@ -37,7 +37,7 @@ _NOT_BUT = re.compile(  # it is not 12 but 15
     r"^.*?\b(?:isn't|not)\b(?:[^,;]|,(?=\d)){1,40}?[,;]?\s*but\s+|^.*?不是[^,;，。]{1,20}[,，]?\s*而是"
 )
 _CHOSEN = re.compile(  # the correct choice is C; it is option C; I choose C; option C is correct
-    rf"(?:\b(?:the|our|my) (?:\w+ )?(?:choice|option|answer|letter),? {phrases('announcing_verbs')}|\bit(?: is)?(?= (?:option|choice))"
+    rf"(?:\b(?:the|our|my) (?:(?:only|correct|right|best|final) )*(?:choice|option|answer|letter),? {phrases('announcing_verbs')}|\b(?:it|that)(?: (?:is|leaves))?(?= (?:option|choice))"
     rf"|(?:^|[,;] )(?:{phrases('conclusions')}\b,? )?(?:(?:i|we) (?:would )?)?(?:choose|pick|select))"
     r":? (?:(?:option|choice|answer) )?\(?([A-K])\)?\W*$"
     rf"|(?:^|[,;] )(?:{phrases('conclusions')}\b,? )?(?:the )?(?:option|choice|answer) \(?([A-K])\)? is (?:correct|right)\W*$",

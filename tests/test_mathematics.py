@@ -24,48 +24,6 @@ from lmeval_prune.scoring.verifier import Verifier
 from lmeval_prune.tasks import data, scorers
 from lmeval_prune.tasks.tries import attempts, majority, pass_ordered, pass_unbiased
 
-EQUAL = [
-    (r"\frac{1}{2}", r"0.5"), (r"\frac{\sqrt{2}}{2}", r"\frac{1}{\sqrt{2}}"), (r"2\sqrt{2}", r"\sqrt{8}"),
-    (r"(x+1)^2", r"x^2+2x+1"), (r"x^2-1", r"(x-1)(x+1)"), (r"\left(3, \frac{\pi}{2}\right)", r"(3,\frac{\pi}{2})"),
-    (r"\mathbb{R}", r"(-\infty,\infty)"), (r"\pi/2", r"\frac{\pi}{2}"), (r"[1,\infty)", r"[1, \infty)"), (r"\{1,2,3\}", r"\{3,2,1\}"), (r"x=5", "5"),
-    (r"\text{(A)}", "A"), (r"10\%", r"10"), (r"1,234", "1234"), (r"\dfrac{7}{3}", r"\frac73"), (r"90^\circ", "90"),
-    (r"-\frac{1}{3}", r"\frac{-1}{3}"), (r"e^{2}", r"e\cdot e"), (r"\sqrt[3]{27}", "3"), (r"2^{10}", "1024"),
-    (r"6-5i", "-5i+6"), (r"\cos 2x", r"1-2\sin^2 x"), (r"3x+2y", "2y+3x"),
-    (r"\begin{pmatrix}1\\2\end{pmatrix}", r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}"), (r"\$18", "18"),
-    (r"\text{Marta}", "Marta"), ("p-q", "-q+p"), (r"\frac{3}{2}", "1.5"), (r"1\frac27", r"\frac{9}{7}"), ("3412_6", "3412"),
-    ("203_5", "203_{5}"), ("1,-2", "-2, 1"), (r"36\pi", r"36\pi \text{ cm}^2"), ("[-2,7]", r"x \in [-2,7]"), ("2x+3", "y = 2x+3"),
-    ("10^6", "1,000,000"), (r"1+\sqrt5", r"\sqrt{5}+1"), (r"\frac{x+2}{7}", "(x+2)/7"), (r"\text{May } 20", r"\text{May 20}"),
-    (r"\cot x", r"\frac{\cos x}{\sin x}"), ("2^8", "256"), (r"\frac{217}{625}", r"\dfrac{217}{625}"), (r"\sqrt{57}", r"\sqrt{57}."),
-    ("70", r"70^{\circ}"), (r"x^3+4x-7", "x^3 + 4x - 7"), ("11, 12, 13", r"11, 12, \text{and } 13"),
-    ("11,12", r"11 \text{or } 12"), ("11,12", r"x=11 \text{ or}\ x=12"), ("11, 12, 13", r"\text{11, 12, and 13}"),
-    ("-1, 2", r"\text{-1 and 2}"), (r"(-\infty,2)\cup(3,\infty)", r"\{x \mid x<2 \text{ or } x>3\}"),
-    (r"(-\infty,2]\cup[3,\infty)", r"\{x : x \ge 3 \lor x \le 2\}"),
-]  # fmt: skip
-DIFFERENT = [
-    (r"\frac{1}{2}", r"\frac{1}{3}"), (r"2\sqrt{2}", r"2\sqrt{3}"), ("2k", "2"), ("y=-2x", "-2"), (r"2\pi", "2"),
-    (r"(1,2)", "(2,1)"), (r"[0,1]", "(0,1)"), (r"\{1,2\}", r"\{1,2,3\}"), ("x^2+1", "x^2-1"), ("6-5i", "6+5i"),
-    ("9.05", "9"), ("p-q", "q-p"), (r"\text{Pablo}", r"\text{Marta}"), ("", "1"), (r"\frac{1}{", "1"),
-    (r"\infty", r"-\infty"), ("0", r"\frac{1}{\infty}"), ("0", "x-x"), (r"\sqrt{5}", r"\sqrt{5}m"),
-    (r"\sqrt{2}", "1.4"), ("3x", "3y"), ("10", "10!"), (r"\frac{", r"\frac{1}{2}"), ("50^\\circ", "40"), ("4:3", "3:4"),
-    (r"(0,100)", "100"), ("2,3", "5"), (r"\log 2", "2"), ("3 1/2", "31/2"), ("1 2", "12"), (r"\sqrt{2}", "2"), ("14000", "14002.5"),
-    ("3412_6", "3412_7"), ("3417_8", "3417_9"), (r"\pi", "3.1416"), ("5 or 7", "7"), ("x^2+1", "y^2+1"), ("C", "D"), ("100", "100.01"),
-    (r"\frac{1}{2}", r"-\frac{1}{2}"), (r"(3, \frac{\pi}{2})", r"(3, \frac{\pi}{3})"), (r"\sin x", r"\cos x"), ("2^8", "255"),
-    (r"\begin{pmatrix}1\\2\end{pmatrix}", r"\begin{pmatrix}2\\1\end{pmatrix}"), ("(-\\infty,3)", "(-\\infty,3]"), ("x>2", "x<2"),
-    ("11, 12", r"11, 12, \text{and } 13"), ("11, 12", r"\text{12 and 13}"), ("12", r"\text{11 or 12}"), ("11, 12", r"\text{11-12}"),
-    (r"(-\infty,2)\cup(3,\infty)", r"\{x \mid x<2 \text{ and } x>3\}"), (r"(-\infty,2)\cup(3,\infty)", r"\{x \mid x<2 \text{ or } x=3\}"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("gold", "answer"), EQUAL)
-def test_equal(gold: str, answer: str) -> None:
-    assert same_mathematics(answer, gold)
-
-
-@pytest.mark.parametrize(("gold", "answer"), DIFFERENT)
-def test_different(gold: str, answer: str) -> None:
-    assert verdicts([(answer, gold)]) == ["different"]
-
-
 THINNED = pytest.mark.parametrize("step", [10, pytest.param(1, marks=pytest.mark.long)])  # of the rows
 
 

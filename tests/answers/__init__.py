@@ -12,7 +12,7 @@ Each `.jsonl` file here is one question put to them; each of its lines is a form
 | `near_misses` | what is nearly a gold answer of MATH, in a box | wrong |
 | `text` | words, times, ratios, several numbers | both |
 | `equations` | expressions, whose value counts | both |
-| `scoring_md` | named texts that were scored wrongly once | both |
+| `scoring_md` | named texts that were scored wrongly once, or are read in a certain way | both |
 | `blind/first`, `blind/second` | texts written without sight of code and corpus; what was misread was mended | both |
 | `blind/third` | the same, first read after that | both |
 | `blind/fourth`, `blind/fifth` | the same, written and first read after all earlier mending | both |

@@ -1,11 +1,12 @@
-"""Parts of lm-eval 0.4: requests, and what it keeps in private attributes of tasks."""
+"""Requests and loaded tasks as lm-eval 0.4 has them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from lm_eval.api.instance import Instance
+if TYPE_CHECKING:
+    from lm_eval.api.instance import Instance
 
 
 class LoadedTasks:
@@ -20,20 +21,10 @@ class LoadedTasks:
         return {"tasks": {name: self.tasks[name] for name in names}, "groups": {}, "group_map": {}}
 
 
-def filters(task: Any) -> list[Any]:
-    """Return the filters of a task: objects with a name that are applied to requests."""
-    return list(getattr(task, "_filters", ()))
-
-
-def metrics(task: Any) -> list[tuple[str, Any, dict[str, Any]]]:
-    """Return the name, function and arguments of each metric of a task."""
-    arguments = getattr(task, "_metric_fn_kwargs", {})
-    return [(name, function, arguments[name]) for name, function in getattr(task, "_metric_fn_list", {}).items()]
-
-
 def request(
     kind: str, arguments: tuple[Any, ...], task: str, doc_id: int, repeats: int = 1, doc: Any = None, **fields: Any
 ) -> Instance:
     """Return a request as lm-eval builds it."""
-    doc = {} if doc is None else doc
-    return Instance(kind, doc, arguments, idx=0, metadata=(task, doc_id, repeats), **fields)
+    from lm_eval.api.instance import Instance
+
+    return Instance(kind, {} if doc is None else doc, arguments, idx=0, metadata=(task, doc_id, repeats), **fields)

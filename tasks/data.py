@@ -37,20 +37,16 @@ class DataSet:
     """The sources of a data set's splits, and the conversion of rows to documents.
 
     Attributes:
-        files: local file of each stored split.
-        hub: loads a stored split from its public source.
+        files: file of each stored split, in this package or a local folder.
         document: converts a row to a document; None drops the row.
+        hub: loads a stored split from its public source.
         parts: further splits, selected from the documents of the split `"all"`.
-        packaged: whether the files are part of this package.
-        needs_math: whether scoring requires math-verify.
     """
 
     files: dict[str, str]
-    hub: Callable[[str], Iterator[Row]] | None
-    document: Callable[[Row], Row | None]
+    document: Callable[[Row], Row | None] = dict
+    hub: Callable[[str], Iterator[Row]] | None = None
     parts: dict[str, Callable[[list[Row]], list[Row]]] = field(default_factory=dict)
-    packaged: bool = False
-    needs_math: bool = False
 
     @property
     def splits(self) -> list[str]:
@@ -132,10 +128,6 @@ def _math23k(row: Row) -> Row:
     }
 
 
-def _folds(rows: list[Row], number: int) -> list[Row]:
-    return [row for row in rows if row["fold"] == number]
-
-
 def stratified(rows: list[Row], part: str, ratios: tuple[int, int, int], by: str, seed: int = 0) -> list[Row]:
     """Return the train, validation or test part of a random split, stratified by the field `by`.
 
@@ -154,54 +146,42 @@ def stratified(rows: list[Row], part: str, ratios: tuple[int, int, int], by: str
     return [rows[i] for i in sorted(chosen)]
 
 
+def _where(name: str, value: Any) -> Callable[[list[Row]], list[Row]]:
+    return lambda rows: [row for row in rows if row[name] == value]
+
+
 def _parts(ratios: tuple[int, int, int], by: str) -> dict[str, Callable[[list[Row]], list[Row]]]:
-    return {
-        **{f"fold{number}": partial(_folds, number=number) for number in range(5)},
-        **{
-            f"stratified_{part}": partial(stratified, part=part, ratios=ratios, by=by)
-            for part in ("train", "validation", "test")
-        },
+    parts = ("train", "validation", "test")
+    return {f"fold{number}": _where("fold", number) for number in range(5)} | {
+        f"stratified_{part}": partial(stratified, part=part, ratios=ratios, by=by) for part in parts
     }
-
-
-def _standard(rows: list[Row], test: bool) -> list[Row]:
-    return [row for row in rows if bool(row["standard_test"]) == test]
 
 
 DATA: dict[str, DataSet] = {
     "gsm8k": DataSet(
         {"train": "gsm8k_train.jsonl", "test": "gsm8k_test.jsonl"},
-        partial(_hub_rows, path="openai/gsm8k", name="main"),
         _gsm8k,
+        partial(_hub_rows, path="openai/gsm8k", name="main"),
     ),
     "math500": DataSet(
         {"train": "math_train.jsonl", "test": "math500_test.jsonl"},
-        partial(_hub_rows, path="HuggingFaceH4/MATH-500", other="rasbt/math_full_minus_math500"),
         _math,
-        needs_math=True,
+        partial(_hub_rows, path="HuggingFaceH4/MATH-500", other="rasbt/math_full_minus_math500"),
     ),
-    "asdiv": DataSet({"test": "asdiv.jsonl"}, _asdiv_rows, _asdiv),
-    "asdiv_a": DataSet(
-        {"all": "asdiv.jsonl"},
-        _asdiv_rows,
-        _asdiv_a,
-        _parts((8, 1, 1), "solution_type"),
-    ),
+    "asdiv": DataSet({"test": "asdiv.jsonl"}, _asdiv, _asdiv_rows),
+    "asdiv_a": DataSet({"all": "asdiv.jsonl"}, _asdiv_a, _asdiv_rows, _parts((8, 1, 1), "solution_type")),
     "math23k": DataSet(
         {"all": "math23k.jsonl"},
-        None,
         _math23k,
-        {
-            "train": partial(_standard, test=False),
-            "test": partial(_standard, test=True),
+        parts={
+            "train": _where("standard_test", False),
+            "test": _where("standard_test", True),
             **_parts((7, 1, 2), "complexity"),
         },
     ),
-    "tiny_words": DataSet({"train": "tiny/shots.jsonl", "test": "tiny/words.jsonl"}, None, dict, packaged=True),
-    "tiny_choice": DataSet({"test": "tiny/choice.jsonl"}, None, dict, packaged=True),
-    "tiny_cloze": DataSet(
-        {"train": "tiny/cloze_train.jsonl", "test": "tiny/cloze_test.jsonl"}, None, _cloze, packaged=True
-    ),
+    "tiny_words": DataSet({"train": "tiny/shots.jsonl", "test": "tiny/words.jsonl"}),
+    "tiny_choice": DataSet({"test": "tiny/choice.jsonl"}),
+    "tiny_cloze": DataSet({"train": "tiny/cloze_train.jsonl", "test": "tiny/cloze_test.jsonl"}, _cloze),
 }
 
 
@@ -236,7 +216,14 @@ def _selected(name: str, data: DataSet, instruction: str, folder: str | os.PathL
 
 def _all_documents(name: str, data: DataSet, split: str, folder: str | os.PathLike[str]) -> list[Row]:
     """Read a file, or the public source, and return the documents of a split."""
-    rows = _rows(name, data, split if split in data.files else "all", folder)
+    stored = split if split in data.files else "all"
+    packaged = HERE / data.files[stored]
+    if packaged.is_file() or folder:
+        rows = _read(packaged if packaged.is_file() else Path(folder) / data.files[stored])
+    elif data.hub is None:
+        raise InputError(f"{name} is not on the hub; name a folder with {data.files[stored]} in LMEVAL_PRUNE_DATA")
+    else:
+        rows = data.hub(stored)
     documents = [document for row in rows if (document := data.document(row)) is not None]
     for document in documents:  # no response could be right
         if document.get("target", "-").strip().lower() in ("", "nan", "inf", "-inf"):
@@ -244,19 +231,11 @@ def _all_documents(name: str, data: DataSet, split: str, folder: str | os.PathLi
     return data.parts[split](documents) if split in data.parts else documents
 
 
-def _rows(name: str, data: DataSet, split: str, folder: str | os.PathLike[str]) -> Iterator[Row]:
-    if not (data.packaged or folder):
-        if data.hub is None:
-            raise InputError(f"{name} is not on the hub; name a folder with {data.files[split]} in LMEVAL_PRUNE_DATA")
-        yield from data.hub(split)
-        return
-    path = (HERE if data.packaged else Path(folder)) / data.files[split]
+def _read(path: Path) -> Iterator[Row]:
+    """Yield the rows of a JSON-lines file, or of the compressed one."""
     compressed = path.with_name(f"{path.name}.gz")
-    with (
-        gzip.open(compressed, "rt", encoding="utf-8")
-        if compressed.is_file() and not path.is_file()
-        else path.open(encoding="utf-8") as file
-    ):
+    is_compressed = compressed.is_file() and not path.is_file()
+    with gzip.open(compressed) if is_compressed else path.open("rb") as file:
         yield from (json.loads(line) for line in file if line.strip())
 
 
@@ -283,7 +262,7 @@ def custom_dataset(
             raise InputError(f"unknown metadata {name}{hint}")
     if data_split and prune_train in split_names(data_split):
         raise InputError(f"exemplars come from {prune_train}, so a question could be its own: use another data_split")
-    if prune_data in DATA and DATA[prune_data].needs_math:
+    if prune_data == "math500":
         require_math_verify()
     test = load(prune_data, data_split or prune_test, data_dir)
     return {"test": test} | ({"train": load(prune_data, prune_train, data_dir)} if prune_train else {})

@@ -19,8 +19,8 @@ from lm_eval.tasks import TaskManager
 from lm_eval.tasks._index import Entry, Kind, TaskIndex
 
 from lmeval_prune.errors import InputError, did_you_mean, first_few, first_line, print_input_errors
+from lmeval_prune.tasks.scored import check_window
 from lmeval_prune.tasks.scorers import check_scorers
-from lmeval_prune.tasks.windows import check_window
 
 
 def with_our_folder(include_path: Any) -> list[str | Path]:

@@ -1,10 +1,10 @@
-"""Tasks that are scored by the functions in `results`, with accuracy by level, subject, …
+"""Classes of tasks: with accuracy by level and subject, pass@k, the metric of papers, and fixed windows.
 
 ```yaml
-include: ../_chat_answer
+include: ../_chat_answer # for pass@k: include: [prune_gsm8k.yaml, ../_pass], and repeats: 8
 task: prune_mine
 dataset_kwargs: {prune_data: asdiv_a, prune_test: all}
-process_results: !function lmeval_prune.tasks.results.number
+process_results: !function lmeval_prune.tasks.scorers.number
 ```
 """
 
@@ -12,15 +12,16 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from lm_eval.api.metrics import mean, mean_stderr
 from lm_eval.api.task import ConfigurableTask
 
-from lmeval_prune.errors import print_input_errors
-from lmeval_prune.scoring import MARKED
-from lmeval_prune.tasks.results import Scores, mathematics
+from lmeval_prune.errors import InputError, print_input_errors
+from lmeval_prune.scoring import MARKED, same_text
+from lmeval_prune.tasks.scorers import EQUALITIES, Scores, mathematics
+from lmeval_prune.tasks.tries import attempts, majority, pass_scores
 
 PARTS = ("level", "complexity", "grade", "subject")  # accuracy is reported for each value of these fields
 
@@ -45,7 +46,8 @@ class ScoredTask(ConfigurableTask):
         config = {key: value for key, value in config.items() if key != "class"} | {"metric_list": []}
         super().__init__(config=config)
         self.score: Callable[[dict[str, Any], Sequence[str]], Scores] = config["process_results"]
-        self.times_out = self.score is mathematics
+        self.shares = ["strict_match", "unmarked", *(["timeouts"] if self.score is mathematics else [])]
+        self.means = [self.main, *self.shares]
         self.parts = self._parts_of(self.eval_docs)
 
     def build_all_requests(self, **options: Any) -> None:
@@ -64,15 +66,6 @@ class ScoredTask(ConfigurableTask):
                 parts[self.prefix + name] = (field, value)
         return parts
 
-    @property
-    def means(self) -> list[str]:
-        """Return the metrics that are means over the documents."""
-        return [self.main, *self._shares]
-
-    @property
-    def _shares(self) -> list[str]:
-        return ["strict_match", "unmarked", *(["timeouts"] if self.times_out else [])]
-
     def override_metric(self, metric_name: str) -> None:
         """Compute no other metric than this, for `lm_eval --predict_only`."""
         super().override_metric(metric_name)
@@ -82,7 +75,7 @@ class ScoredTask(ConfigurableTask):
         """Return the metrics of a response, and the main metric for each part; None for parts of other documents."""
         if not callable(self.config.process_results):  # lm_eval --predict_only
             return {"bypass": 0.0}
-        scores = self.scores(doc, self.response(results))
+        scores = self.scores(doc, results[0])
         parts = {
             name: scores[self.main] if doc[field] == value else None
             for part, (field, value) in self.parts.items()
@@ -90,21 +83,16 @@ class ScoredTask(ConfigurableTask):
         }
         return {**scores, **parts}
 
-    def response(self, results: Sequence[Any]) -> Any:
-        """Return what `scores` takes, from the argument of `process_results`."""
-        return results[0]
-
     def scores(self, doc: dict[str, Any], response: Any) -> Scores:
         """Return the metrics of a response."""
         return self.score(doc, [response])
 
     def aggregation(self) -> dict[str, Callable[..., Any]]:
         """Return the aggregations; `extracted` and `how` become the shares of responses with a (marked) answer."""
-        answers = {"extracted": answered, "how": marked}
         means: dict[str, Callable[..., Any]] = dict.fromkeys(self.means, mean)
         for part in self.parts:
             means |= part_metrics(part)
-        return {**super().aggregation(), **means, **answers}
+        return {**super().aggregation(), **means, "extracted": answered, "how": marked}
 
     def higher_is_better(self) -> dict[str, bool]:
         """Return True for all but `timeouts` and `unmarked`."""
@@ -145,3 +133,94 @@ def marked(values: Iterable[str | list[str]]) -> float:
 
 def _flat(values: Iterable[str | list[str]]) -> list[str]:
     return [text for value in values for text in (value if isinstance(value, list) else [value])]
+
+
+class PassAtTask(ScoredTask):
+    """A generative task with N responses per document.
+
+    Metrics for k = 1, 2, 4, …, N: `pass@k` (one of the *first* k responses is correct; for the ordered responses of a
+    routed run) and `pass@k_unbiased` (1 − C(n−c, k)/C(n, k) for c correct of n
+    responses; for random samples). Further metrics: `maj@N`; `distinct`, the number of different answers;
+    the shares `strict_match` and `unmarked`; and `pass@N_SUBSET` for each subset of the documents (`level_1`,
+    `algebra`, …). With k = N both estimators are equal.
+    """
+
+    @print_input_errors
+    def __init__(self, config: dict[str, Any]) -> None:
+        config = dict(config)
+        config["generation_kwargs"] = {**(config.get("generation_kwargs") or {}), **config.pop("sampling", {})}
+        count = self.attempts = int(config["repeats"])
+        self.ks = attempts(count)
+        self.main = f"pass@{count}"
+        self.prefix = f"{self.main}_"  # followed by the name of a subset
+        # Keep N responses. With several processes lm-eval may append copies, so that all processes have equally many.
+        pipelines = config.get("filter_list")
+        filters = [step for step in pipelines[0]["filter"] if step["function"] != "take_first"] if pipelines else []
+        keep = {"function": "take_first_k", "k": count}
+        config["filter_list"] = [{"name": "none", "filter": [keep, *filters]}]
+        super().__init__(config)
+        self.means = [*pass_scores([False] * count), f"maj@{count}", "distinct", *self.shares]
+
+    @print_input_errors
+    def scores(self, doc: dict[str, Any], response: Any) -> Scores:
+        """Score each of the N responses, and return the metrics of all of them together.
+
+        A function that is not of this package may give no extracted answers, of which there is no majority then.
+        """
+        scored = [self.score(doc, [text]) for text in list(response)[: self.attempts]]
+        correct = [bool(score["exact_match"]) for score in scored]
+        scores: Scores = dict(pass_scores(correct))
+        if "extracted" in scored[0]:
+            answers = [score["extracted"] for score in scored]
+            winner, distinct = majority(answers, EQUALITIES.get(self.score, same_text))
+            right = float(winner is not None and correct[winner])
+            scores |= {f"maj@{self.attempts}": right, "distinct": float(distinct), "extracted": answers}
+        if "how" in scored[0]:
+            scores["how"] = [score["how"] for score in scored]
+        return scores | {name: mean([score[name] for score in scored]) for name in self.shares if name in scored[0]}
+
+
+class CustomaryTask(ConfigurableTask):
+    """One of lm-eval's tasks with `score`: `acc_norm` if it has it (PIQA, HellaSwag, ARC, OpenBookQA), else `acc`.
+
+    A group of these tasks reports the average `score`, as papers do.
+    """
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        super().__init__(config={key: value for key, value in config.items() if key != "class"})
+
+    def process_results(self, doc: dict[str, Any], results: Any) -> dict[str, Any]:
+        """Return lm-eval's results and `score`."""
+        scores = super().process_results(doc, results)
+        return {**scores, "score": scores.get("acc_norm", scores.get("acc"))}
+
+    def aggregation(self) -> dict[str, Callable[..., Any]]:
+        """Return lm-eval's aggregations, and the mean for `score`."""
+        return {**super().aggregation(), "score": mean}
+
+    def higher_is_better(self) -> dict[str, bool]:
+        """Return lm-eval's directions, and True for `score`."""
+        return {**super().higher_is_better(), "score": True}
+
+
+class WindowedTask(ConfigurableTask):
+    """A rolling log-likelihood task with windows of `window` tokens; `InputError` if `max_length` is another number.
+
+    The model cuts the windows at its `max_length`. The task reads it from the run's metadata, to which lm-eval adds the
+    model_args.
+    """
+
+    @print_input_errors
+    def __init__(self, config: dict[str, Any]) -> None:
+        check_window(config, config.get("metadata"))
+        super().__init__(config={key: value for key, value in config.items() if key not in ("class", "window")})
+
+
+def check_window(config: Mapping[str, Any], metadata: Mapping[str, Any] | None) -> None:
+    """Refuse a run of a task with windows, given by its configuration, whose `max_length` is another number."""
+    window, length = config["window"], (metadata or {}).get("max_length")
+    if str(length) != str(window):
+        raise InputError(
+            f"{config.get('task')} at sequence length {window} needs max_length={window} among the --model_args "
+            f"(in Python also metadata={{'max_length': {window}}}); max_length is {length or 'not given'}"
+        )

@@ -1,4 +1,8 @@
-"""A filter, metrics and aggregations by which any lm-eval task reads and compares answers as this package's tasks do.
+"""What scores responses: functions for `process_results`, and a filter, metrics and aggregations for any lm-eval task.
+
+The functions compare a response with the `target` of its document. Each returns `exact_match` and `strict_match`, the
+answer (`extracted`), where it was found (`how`), and if that was the end of the response, without a mark (`unmarked`).
+`exact_match` accepts such an answer; `strict_match` requires a marked one (a box, `####`, or 'the answer is').
 
 ```yaml
 filter_list:
@@ -17,27 +21,44 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import partial
 from typing import Any
 
 import jinja2
 from lm_eval.api.filter import Filter
 from lm_eval.api.metrics import mean
+from lm_eval.api.registry import register_filter
 
 from lmeval_prune.errors import InputError, print_input_errors
-from lmeval_prune.scoring import MathematicsReader, NumberReader, Reader, extract, numbers_equal, readings
-from lmeval_prune.scoring.equality import same_text
-from lmeval_prune.scoring.mathematics import forget_failures, same_mathematics, verdicts
-from lmeval_prune.scoring.passes import attempts, majority, pass_ordered, pass_unbiased
-from lmeval_prune.scoring.readers import text_reader
-from lmeval_prune.scoring.verifier import require_math_verify
-from lmeval_prune.tasks.compat import filters, metrics
-from lmeval_prune.tasks.results import equation, number
+from lmeval_prune.scoring import (
+    MARKED,
+    ExpressionReader,
+    Extraction,
+    MathematicsReader,
+    NumberReader,
+    Reader,
+    expression_is_right,
+    extract,
+    forget_failures,
+    numbers_equal,
+    readings,
+    require_math_verify,
+    same_expression,
+    same_mathematics,
+    same_text,
+    text_reader,
+    verdicts,
+)
+from lmeval_prune.tasks.tries import majority, pass_scores, pass_unbiased
 
 MAX_CHECKED = 100  # documents whose gold answers are looked at before a run
 logger = logging.getLogger(__name__)
+Document = dict[str, Any]
+Scores = dict[str, Any]
 Answers = str | Sequence[str]  # one answer, or those of several repeats
 
 
@@ -61,6 +82,77 @@ KINDS = {
     "text": Kind(text_reader, same_text),
     "mathematics": Kind(MathematicsReader, same_mathematics),
 }
+
+
+# --------------------------------------------------------------------------- functions for process_results
+
+
+def _scores(correct: bool, extraction: Extraction) -> Scores:
+    return {
+        "exact_match": float(correct),
+        "strict_match": float(correct and extraction.how in MARKED),
+        "unmarked": float(extraction.how == "end"),
+        "extracted": extraction.answer,
+        "how": extraction.how,
+    }
+
+
+def _response(results: Sequence[str]) -> str:
+    if isinstance(results, str):
+        raise InputError("results is one text; give a list of texts: process_results(doc, [text])")
+    return results[0]
+
+
+@print_input_errors
+def number(doc: Document, results: Sequence[str]) -> Scores:
+    """Score an answer that is one number."""
+    extraction = extract(_response(results), NumberReader())
+    return _scores(numbers_equal(extraction.answer, doc["target"]), extraction)
+
+
+@print_input_errors
+def text_or_number(doc: Document, results: Sequence[str]) -> Scores:
+    """Score an answer that is one or more numbers (`3; 4`), a time, a ratio or a word."""
+    extraction = extract(_response(results), text_reader(doc["target"]))
+    return _scores(same_text(extraction.answer, doc["target"]), extraction)
+
+
+@print_input_errors
+def mathematics(doc: Document, results: Sequence[str]) -> Scores:
+    """Score a MATH answer: of the same form as the gold answer, with parts equal as numbers or by math-verify."""
+    extraction = extract(_response(results), MathematicsReader(doc["target"]))
+    verdict = verdicts([(extraction.answer, doc["target"])])[0]
+    return _scores(verdict == "equal", extraction) | {"timeouts": float(verdict in ("timeout", "crash"))}
+
+
+@print_input_errors
+def equation(doc: Document, results: Sequence[str]) -> Scores:
+    """Score an arithmetic expression; see `expression_is_right`."""
+    extraction = extract(_response(results), ExpressionReader())
+    names = {name: Fraction(number) for name, number in (doc.get("names") or {}).items() if number}
+    gold = doc.get("formula") or doc.get("equation") or ""
+    return _scores(expression_is_right(extraction.answer, doc["target"], gold, names), extraction)
+
+
+@print_input_errors
+def ending(doc: Document, results: Sequence[str]) -> Scores:
+    """Score the completion of a sentence: its first words, as many as the gold ending has."""
+    words = re.findall(r"\w+", _response(results))[: len(re.findall(r"\w+", doc["target"]))]
+    extraction = Extraction(" ".join(words), "end" if words else "none")
+    return _scores(same_text(extraction.answer, doc["target"]), extraction)
+
+
+# By scoring function: how to compare two answers that it extracted.
+EQUALITIES: dict[Callable[..., Scores], Callable[[str, str], bool]] = {
+    number: numbers_equal,
+    text_or_number: same_text,
+    mathematics: same_mathematics,
+    equation: same_expression,
+    ending: same_text,
+}
+
+
+# --------------------------------------------------------------------------- filters
 
 
 def _kind(name: str) -> Kind:
@@ -93,17 +185,13 @@ class AnswerFilter(Filter):
             raise InputError(f"filter prune_answer with kind: {kind} needs gold: FIELD, where the gold answer is")
 
     @print_input_errors
-    def apply(self, resps: Iterable[Answers], docs: Sequence[dict[str, Any]]) -> list[Answers]:
+    def apply(self, resps: Iterable[Answers], docs: Sequence[Document]) -> list[Answers]:
         """Read the answers in responses to each document, which are texts or lists of texts."""
         golds = [self.read_gold(doc) for doc in docs]
-        read: list[Answers] = []
-        for texts, gold in zip(resps, golds, strict=True):
-            reader = self.kind.reader(gold)
-            answers = [extract(text, reader).answer for text in ([texts] if isinstance(texts, str) else texts)]
-            read.append(answers[0] if isinstance(texts, str) else answers)
+        answers = _read(resps, map(self.kind.reader, golds))
         if self.kind is KINDS["mathematics"]:
-            _compare_at_once(read, golds)
-        return read
+            _compare_at_once(answers, golds)
+        return answers
 
     def read_gold(self, doc: dict[str, Any]) -> str:
         """Return a document's gold answer; empty if this kind of answers is read without it."""
@@ -111,6 +199,28 @@ class AnswerFilter(Filter):
             return ""
         template = jinja2.Environment(undefined=jinja2.StrictUndefined).from_string
         return gold_answer(template(self.gold).render(**doc) if "{" in self.gold else doc[self.gold], self.kind)
+
+
+@register_filter("prune_verdicts")
+class Verdicts(Filter):
+    """Compares all answers of a task in one call, before `mathematics` scores each; returns the responses unchanged.
+
+    Several responses to a question are also compared with each other, for `maj@N` and `distinct`.
+    """
+
+    @print_input_errors
+    def apply(self, resps: Iterable[Answers], docs: Sequence[Document]) -> list[Answers]:
+        """Compute and cache the verdicts; `resps` are texts or lists of texts, and are returned."""
+        resps, golds = list(resps), [doc["target"] for doc in docs]
+        _compare_at_once(_read(resps, map(MathematicsReader, golds)), golds)
+        return resps
+
+
+def _read(resps: Iterable[Answers], readers: Iterable[Reader]) -> list[Answers]:
+    return [
+        extract(texts, reader).answer if isinstance(texts, str) else [extract(text, reader).answer for text in texts]
+        for texts, reader in zip(resps, readers, strict=True)
+    ]
 
 
 def _compare_at_once(read: Sequence[Answers], golds: Sequence[str]) -> None:
@@ -126,11 +236,11 @@ def _compare_at_once(read: Sequence[Answers], golds: Sequence[str]) -> None:
 # --------------------------------------------------------------------------- metrics
 
 
-class Scores(dict[str, float]):
+class MetricScores(dict[str, float]):
     """Scores by name; `main` also where lm-eval looks up the metric's own name, for several gold answers."""
 
-    def __init__(self, main: float, **scores: float) -> None:
-        super().__init__(**scores)
+    def __init__(self, main: float, scores: dict[str, float]) -> None:
+        super().__init__(scores)
         self.main = main
 
     def __missing__(self, name: str) -> float:
@@ -141,6 +251,7 @@ def as_metric(function: Callable[..., dict[str, float]]) -> Callable[..., dict[s
     """Make a metric for `metric_list` of a function of a document's gold answers, its responses and arguments."""
 
     @functools.wraps(function)
+    @print_input_errors
     def compute(references: Sequence[Any], predictions: Sequence[Any], **arguments: Any) -> dict[str, float]:
         golds, responses = references[0] if isinstance(references[0], list) else references, predictions[0]
         return function(golds, [responses] if isinstance(responses, str) else list(responses), **arguments)
@@ -156,30 +267,25 @@ def _right(golds: Sequence[Any], answers: Sequence[str], kind: str) -> list[bool
 
 
 @as_metric
-@print_input_errors
 def equal(golds: Sequence[Any], answers: Sequence[str], kind: str = "number") -> dict[str, float]:
     """Return whether an answer is the gold one; of several answers, the share that is."""
     return {"prune_equal": float(mean(_right(golds, answers, kind)))}
 
 
 @as_metric
-@print_input_errors
-def pass_at_ks(golds: Sequence[Any], answers: Sequence[str], kind: str = "number") -> Scores:
+def pass_at_ks(golds: Sequence[Any], answers: Sequence[str], kind: str = "number") -> MetricScores:
     """Return `pass@k` and `pass@k_unbiased` of N answers, for k = 1, 2, 4, …, N."""
     right = _right(golds, answers, kind)
-    scores = {f"pass@{k}": float(pass_ordered(right, k)) for k in attempts(len(right))}
-    scores |= {f"pass@{k}_unbiased": pass_unbiased(len(right), sum(right), k) for k in attempts(len(right))}
-    return Scores(float(any(right)), **scores)
+    return MetricScores(float(any(right)), pass_scores(right))
 
 
 @as_metric
-@print_input_errors
-def majority_at_n(golds: Sequence[Any], answers: Sequence[str], kind: str = "number") -> Scores:
+def majority_at_n(golds: Sequence[Any], answers: Sequence[str], kind: str = "number") -> MetricScores:
     """Return `maj@N` of N answers: whether the most frequent is right; and how many differ, as `distinct`."""
     right = _right(golds, answers, kind)
     winner, distinct = majority(answers, _kind(kind).same)
     score = float(winner is not None and right[winner])
-    return Scores(score, **{f"maj@{len(answers)}": score, "distinct": float(distinct)})
+    return MetricScores(score, {f"maj@{len(answers)}": score, "distinct": float(distinct)})
 
 
 # --------------------------------------------------------------------------- aggregations
@@ -201,13 +307,13 @@ def check_scorers(task: Any) -> None:
     """Refuse a loaded task in which no response could be right, as lm-eval would score it all the same.
 
     That is one whose filter reads another kind of answer than its metrics compare, or that compares numbers and whose
-    first gold answers are none.
+    first gold answers are none; where only some are none, a warning says so.
     """
-    steps = [partial(step) for pipeline in filters(task) for step in pipeline.filters]
+    steps = [partial(step) for pipeline in getattr(task, "_filters", ()) for step in pipeline.filters]
     reads = {step.keywords.get("kind", "number") for step in steps if step.func is AnswerFilter}
     compares = {
-        arguments.get("kind", "number")
-        for _, function, arguments in metrics(task)
+        task._metric_fn_kwargs[name].get("kind", "number")
+        for name, function in getattr(task, "_metric_fn_list", {}).items()
         if getattr(function, "__module__", "") == __name__
     }
     if reads and not compares <= reads:
@@ -215,23 +321,14 @@ def check_scorers(task: Any) -> None:
             f"task {task.config.task}: filter prune_answer reads kind: {' and '.join(sorted(reads))}, "
             f"metrics compare kind: {' and '.join(sorted(compares))}; give both one"
         )
-    if "number" in compares:
-        check_numbers(task, task.doc_to_target)
-    elif task.get_config("process_results") in (number, equation):
-        check_numbers(task, lambda doc: doc.get("target"))
-
-
-def check_numbers(task: Any, gold: Callable[[Any], Any]) -> None:
-    """Refuse a task that compares numbers if no gold answer is one; warn if some are not, as no response is right then.
-
-    Args:
-        task: a loaded task; its first documents are looked at.
-        gold: returns the gold answer of a document, or a list of several.
-    """
-    kind, texts = KINDS["number"], []
+    own = task.get_config("process_results") in (number, equation)
+    if not own and "number" not in compares:
+        return
+    texts = []
     for document in itertools.islice(iter(task.eval_docs), MAX_CHECKED):
-        golds = gold(document)
-        texts.append([gold_answer(text, kind) for text in (golds if isinstance(golds, list) else [golds])])
+        golds = task.doc_to_target(document) if "number" in compares else document.get("target")
+        golds = golds if isinstance(golds, list) else [golds]
+        texts.append([gold_answer(gold, KINDS["number"]) for gold in golds])
     others = [answers[0] for answers in texts if answers and not any(map(readings, answers))]
     if not others:
         return

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 
-from lmeval_prune.tasks import results
+from lmeval_prune.tasks import scorers
 from tests.answers import BLIND, TARGETS, Case, cases, load, offending, rate, sample, show
 from tests.answers.combinations import MISREAD as MISREAD_COMBINATIONS
 from tests.answers.combinations import Combination, Misread, combinations
@@ -113,12 +113,12 @@ def test_every_form_is_filled(name: str) -> None:
 
 NUMBER, MATHEMATICS = {"target": "12"}, {"target": "x+1", "level": 1, "subject": "Algebra"}
 SCORERS = {
-    "number": (results.number, NUMBER),
-    "mathematics of a number": (results.mathematics, MATHEMATICS | NUMBER),
-    "mathematics": (results.mathematics, MATHEMATICS),
-    "word": (results.text_or_number, {"target": "Lucy"}),
-    "several numbers": (results.text_or_number, {"target": "3; 4"}),
-    "equation": (results.equation, {"target": "12", "formula": "7+5=12", "names": {}}),
+    "number": (scorers.number, NUMBER),
+    "mathematics of a number": (scorers.mathematics, MATHEMATICS | NUMBER),
+    "mathematics": (scorers.mathematics, MATHEMATICS),
+    "word": (scorers.text_or_number, {"target": "Lucy"}),
+    "several numbers": (scorers.text_or_number, {"target": "3; 4"}),
+    "equation": (scorers.equation, {"target": "12", "formula": "7+5=12", "names": {}}),
 }
 HOSTILE = texts()
 PIECES_OF_A_MEGABYTE = ("0", " ", "\n", "\\", "$", "(", "\0", "\ud800", "\u202e", r"\boxed{", "answer is ", "####")
@@ -151,12 +151,12 @@ def test_a_megabyte_of_anything_is_scored(scorer: str, sizes: tuple[int, int]) -
 
 def test_fences_after_an_answer_and_its_solution_take_linear_time() -> None:
     text = HOSTILE[r"'12\nSolution: so' and '' with '~~~\n' between"]
-    assert not superlinear(lambda response: results.number(NUMBER, [response]), text, (10_000, 40_000))
+    assert not superlinear(lambda response: scorers.number(NUMBER, [response]), text, (10_000, 40_000))
 
 
 def test_what_is_returned_for_a_hostile_text_has_the_usual_fields() -> None:
     for text in HOSTILE.values():
-        scores = results.number(NUMBER, [text(500)])
+        scores = scorers.number(NUMBER, [text(500)])
         assert (
             scores["exact_match"] in (0, 1)
             and scores["strict_match"] in (0, 1)

@@ -17,11 +17,11 @@ from lm_eval.utils import handle_non_serializable, make_table
 
 from lmeval_prune import InputError
 from lmeval_prune.plugin import registration
-from lmeval_prune.scoring import mathematics
-from lmeval_prune.scoring.passes import pass_unbiased
+from lmeval_prune.scoring import equality
 from lmeval_prune.scoring.verifier import Verifier
-from lmeval_prune.tasks import compat, data, loading, results, windows
+from lmeval_prune.tasks import compat, data, loading, scored, scorers
 from lmeval_prune.tasks.manager import LazyTaskManager
+from lmeval_prune.tasks.tries import pass_unbiased
 from tests.conftest import ROOT, task_manager
 
 
@@ -98,7 +98,7 @@ def test_votes_are_counted_by_the_tasks_own_equality(shared_data: Path, monkeypa
         and scores["timeouts"] == 0
         and not out["higher_is_better"]["prune_math500_pass8"]["timeouts"]
     )
-    monkeypatch.setattr(mathematics, "_KNOWN", {})
+    monkeypatch.setattr(equality, "_KNOWN", {})
     verdicts = lambda _, pairs: ["timeout" if "q" in answer else "different" for _, answer in pairs]  # noqa: E731
     monkeypatch.setattr(Verifier, "verify_many", verdicts)
     out = run(Scripted(two_forms), "prune_math500_pass8", limit=2, data_dir=str(shared_data))
@@ -129,11 +129,11 @@ def test_pass_at_n_of_each_part(shared_data: Path) -> None:
 
 
 def test_expressions_vote_by_value_and_words_by_spelling() -> None:
-    assert results.EQUALITIES[results.equation]("2*3", "1+5") and not results.EQUALITIES[results.equation]("2*3", "7")
-    assert results.EQUALITIES[results.equation]("n0*2", "n0 * 2") and not results.EQUALITIES[results.equation](
+    assert scorers.EQUALITIES[scorers.equation]("2*3", "1+5") and not scorers.EQUALITIES[scorers.equation]("2*3", "7")
+    assert scorers.EQUALITIES[scorers.equation]("n0*2", "n0 * 2") and not scorers.EQUALITIES[scorers.equation](
         "n0*2", "n0*3"
     )
-    assert results.EQUALITIES[results.text_or_number]("the cat", "Cat") and not results.EQUALITIES[results.number](
+    assert scorers.EQUALITIES[scorers.text_or_number]("the cat", "Cat") and not scorers.EQUALITIES[scorers.number](
         "cat", "cat"
     )
 
@@ -272,7 +272,7 @@ def test_another_split_is_asked_by_metadata(shared_data: Path) -> None:
 
 
 def test_customary_score_is_acc_norm_where_there_is_one() -> None:
-    from lmeval_prune.tasks.customary import CustomaryTask
+    from lmeval_prune.tasks.scored import CustomaryTask
 
     base = task_manager().load(["prune_tiny_choice"])["tasks"]["prune_tiny_choice"]
     ignored = ("fewshot_config", "filter_list", "tag")
@@ -297,7 +297,7 @@ def test_customary_score_is_acc_norm_where_there_is_one() -> None:
 
 def test_commonsense_is_seven_tasks_with_a_score(monkeypatch: pytest.MonkeyPatch) -> None:
     """Built from lm-eval's own YAMLs, without their data."""
-    from lmeval_prune.tasks.customary import CustomaryTask
+    from lmeval_prune.tasks.scored import CustomaryTask
 
     def without_data(self, config) -> None:
         self._config = TaskConfig(**config)
@@ -329,7 +329,7 @@ def test_perplexity_at_sequence_length_128(monkeypatch: pytest.MonkeyPatch) -> N
     """lm-eval's wikitext, on a page of our own."""
     page = Dataset.from_list([{"page": "one two three"}])
     monkeypatch.setattr(
-        windows.WindowedTask,
+        scored.WindowedTask,
         "download",
         lambda self, *_, **__: setattr(self, "dataset", dict.fromkeys(("train", "test"), page)),
     )

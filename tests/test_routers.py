@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from lmeval_prune import InputError
-from lmeval_prune.scoring.passes import pass_ordered
 from lmeval_prune.sprint.fit import fit_embeddings
 from lmeval_prune.sprint.options import ROUTERS, FitOptions
 from lmeval_prune.sprint.router import Router
 from lmeval_prune.sprint.routers.contrastive import NearestHeads
 from lmeval_prune.sprint.routers.knn import Neighbours, standardisation
+from lmeval_prune.tasks.tries import pass_ordered
 from tests.test_sprint import POOL, random_z, world
 
 

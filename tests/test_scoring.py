@@ -17,150 +17,41 @@ from lmeval_prune.scoring import (
     NumberReader,
     TextReader,
     extract,
+    normalisation,
     numbers_equal,
     readings,
-    vocabulary,
+    verdicts,
 )
-from lmeval_prune.scoring.vocabulary import words_by_key
-
-EQUAL = [
-    ("42", "42"), ("42.0", "42"), ("1,200", "1200"), ("$1,200.00", "1200"), ("18 dollars", "18"), ("x = 5", "5"),
-    ("1/2", "0.5"), (r"\frac{3}{4}", "0.75"), (r"\dfrac34", "3/4"), ("2 1/2", "2.5"), ("80%", "0.8"), ("80%", "80"),
-    (r"80\%", "80"), ("33.33", "33.333333"), ("-7", "-7"), ("−7", "-7"), ("１２", "12"), ("（3/8）", "0.375"),
-    ("(3/8)", "3/8"), (r"12\text{ cm}", "12"), ("1{,}000", "1000"), ("3e2", "300"), ("5.", "5"), (".5", "1/2"),
-    ("€ 4.50", "4.5"),
-    ("2 1/2 cups", "2.5"), ("18 km^2", "18"), ("18 m", "18"), ("12cm", "12"), ("60 km/h", "60"),
-    ("about 7 apples", "7"), ("共12个", "12"), ("1,200 square feet", "1200"), ("5 dollars.", "5"),
-    ("\\$18", "18"), ("12 个", "12"), ("0.3333", "1/3"),
-    ("007", "7"), ("+5", "5"), ("-0", "0"), ("1,234,567", "1234567"), ("1,234,567.89", "1234567.89"), ("£3.20", "3.2"),
-    ("¥100", "100"), ("$ 12", "12"), ("12 %", "12"), ("12.5%", "0.125"), (r"\frac{-1}{4}", "-0.25"), (r"-\frac{1}{4}", "-1/4"),
-    (r"2\frac{1}{2}", "5/2"), ("3(1/2)", "3.5"), ("1 3/4 hours", "1.75"), ("（-3）", "-3"), ("３．５", "3.5"), ("1.5e3", "1500"),
-    ("2E-3", "0.002"), ("5 million", "5000000"), ("5 million dollars", "5000000"), ("1.5 million", "1500000"), ("2 thousand", "2000"),
-    ("3万", "30000"), ("1.2亿元", "120000000"), ("2.50", "2.5"), ("66.67", "200/3"), ("0.6667", "2/3"), ("x=-3", "-3"),
-    (r"\text{about } 7", "7"), ("7 m/s", "7"), ("12 sq ft", "12"), ("15°", "15"), ("答案12", "12"), ("30分钟", "30"), ("1000000", "1e6"),
-    ("17.9999999", "18"), (r"5 \text{ million}", "5000000"), (r"3\text{万}", "30000"), ("2又1/2", "2.5"), (r"5 \times 10^{3}", "5000"),
-    ("5 × 10^3", "5000"), ("80 percent", "0.8"), ("Total = 18", "18"), (r"18\,\text{cm}^2", "18"), ("18 (eggs)", "18"), ("18 m3", "18"),
-]  # fmt: skip
-NOT_EQUAL = [
-    ("9.05", "9"), ("10001", "10000"), ("0.1", "0"), ("7", "-7"), ("12 or 13", "13"), ("3^2", "9"), ("0.33", "1/3"),
-    ("2x", "2"), ("x+1", "1"), ("5i", "5"), (r"\sin 30", "30"), ("sin 30", "30"), ("(0,100)", "100"), ("(1,100)", "1100"),
-    ("2k", "2"), ("-2x", "-2"), (r"2\pi", "2"), (r"3\sqrt{2}", "3"), ("10 or so x", "10"), ("14002.5", "14000"),
-    ("0.9999", "1"), ("1.0001", "1"), ("99.99", "100"), ("17.99", "18"), ("-5", "5"), ("31/2", "3 1/2"), ("1/2", "2"), ("3/4", "4/3"),
-    ("80%", "8"), ("0.8%", "0.81"), ("5 million", "50000"), ("5 million dollars", "5"), ("68.26", "68.25"), ("3124", "3124.45"), ("21993.6", "21992.6"), ("5 thousand", "5000000"), ("5千米", "5000"), ("1 2", "12"), ("12 34", "1234"),
-    ("5:45", "5"), ("3; 4", "3"), ("3, 4", "34"), ("5 hours and 30 minutes", "5"), ("20 - 2", "20"), ("6 x 3", "6"), ("2*3", "2"),
-    ("5!", "5"), (r"\sqrt{2}", "2"), ("|7|x", "7"), ("0.3334", "0.33"), ("1/3", "0.33"), ("2.5", "2"), ("1,000", "1"), ("log 2", "2"),
-    ("12 pi", "12"), ("5 mod 7", "5"), ("5 minus", "5"), ("2^10", "10"), ("18 (7)", "18"), ("2 squared", "2"), ("A and B = 5; 6", "5"),
-]  # fmt: skip
-MALFORMED = [
-    ("", "0"), ("twelve", "12"), ("1/0", "0"), ("1,20", "120"), ("1e999", "1"), ("nan", "nan"), ("inf", "inf"), ("1.2.3", "1.2"),
-    ("-", "-"), ("$", "0"), ("%", "0"), ("--5", "5"), ("1/", "1"), ("/2", "2"), ("1//2", "0.5"), ("(5", "5("), ("5 5 5", "5"),
-    (r"\frac{1}{", "1"), (r"\frac{}{}", "0"), (r"\boxed{}", "0"), ("1,2,3", "123"), ("0/0", "0"), ("1e", "1"), ("e5", "5"),
-    ("\x00", "0"), ("½½", "1"),
-]  # fmt: skip
+from lmeval_prune.scoring.normalisation import words_by_key
+from tests.answers import load
 
 
-@pytest.mark.parametrize(("answer", "gold"), EQUAL)
-def test_equal(answer: str, gold: str) -> None:
-    assert numbers_equal(answer, gold)
-
-
-@pytest.mark.parametrize(("answer", "gold"), NOT_EQUAL + MALFORMED)
-def test_not_equal(answer: str, gold: str) -> None:
-    assert not numbers_equal(answer, gold)
+@pytest.mark.parametrize("kind", ["number", "mathematics"])
+def test_pairs_of_answers_are_equal_or_not(kind: str) -> None:
+    """Also what is no number, or is malformed."""
+    pairs = [pair for pair in load("pairs") if pair["kind"] == kind]
+    if kind == "number":
+        same = [numbers_equal(pair["answer"], pair["gold"]) for pair in pairs]
+    else:
+        same = [verdict == "equal" for verdict in verdicts((pair["answer"], pair["gold"]) for pair in pairs)]
+    assert [pair for pair, equal in zip(pairs, same, strict=True) if equal != pair["equal"]] == []
 
 
 @pytest.mark.parametrize(
     ("response", "answer", "how"),
     [
         (r"So \boxed{1} or rather \boxed{\frac{1}{2}}.", "1/2", "boxed"),
-        (r"\boxed{3} but then \boxed{4", "3", "boxed"),
         ("#### 1\nno\n#### 1,234", "1,234", "hashes"),
-        ("There are 20 - 7 = 13 left.", "13", "end"),
-        ("20-7", "", "none"),
-        ("It is -7.", "-7", "end"),
-        ("costs $1,234.50.", "1,234.50", "end"),
-        ("共有１２个", "12", "end"),
-        ("about 3/4 of it", "3/4", "end"),
-        ("The result comes to 1e5", "1e5", "end"),
-        ("no idea", "", "none"),
-        ("", "", "none"),
-        (r"\boxed{}", "", "none"),
-        ("He earned 1.5 million.", "1.5 million", "end"),
-        ("The answer is 18, because 20 - 2 leaves her with enough for 5 days.", "18", "phrase"),
-        ("The answer is 18 eggs, i.e. she sells 9 each of 2 days.", "18", "phrase"),
-        ("Answer: \\(18\\)\nNote that 3 are eaten.", "18", "phrase"),
-        ("**Final Answer**: 18\nCheck: 18/9 = 2", "18", "phrase"),
-        ("**Answer:** 18", "18", "phrase"),
-        ("Final answer: 18", "18", "phrase"),
-        ("**Final Answer:**\n\n$18$", "18", "phrase"),
-        ("Answer:\nThere are 5 eggs.\nSo 18", "18", "end"),
-        ("The answer is 18. I hope this answer is correct.", "18", "phrase"),
-        ("The answer is 3.5. Then 4 remain.", "3.5", "phrase"),
-        ("The answer is x = 20 - 7 = 13 apples.", "13", "phrase"),
-        ("The answer is $18 because $20 - $2 is.", "18", "phrase"),
         ("The answer is 2 1/2 cups, as said.", "2 1/2", "phrase"),
-        ("the answer is .35625.", ".35625", "phrase"),
-        ("The answer is 1.5 million.", "1.5 million", "phrase"),
-        ("答案是：12元，因为5+7", "12", "phrase"),
-        ("#### Solution\n9*2 = 18\nShe makes 18 in 1 day.\nThe answer is 18.", "18", "phrase"),
-        ("Answer: She sells 9 eggs.\nFor $2 each, that is 18", "18", "end"),
-        ("Answer: x = 6\nHer sister is 6 + 7 = 13", "13", "end"),
-        ("It takes 5 × 10^3", "5 × 10^3", "end"),
-        (r"The answer is $x$. It is 18.", "18", "end"),
-        ("The answer is sin 30.", "sin 30", "phrase"),
-        ("The answer is 3, 4.", "3, 4", "phrase"),
+        ("There are 20 - 7 = 13 left.", "13", "end"),
+        ("no idea", "", "none"),
         # not one number alone: the whole phrase, which equals none
-        (r"The answer is $\sqrt{2}$.", r"\sqrt{2}", "phrase"),
-        (r"So the answer is $3\sqrt{5}$.", r"$3\sqrt{5}", "phrase"),
         ("The answer is 5 hours and 30 minutes.", "5 hours and 30 minutes", "phrase"),
-        ("答案是5小时30分钟。", "5小时30分钟", "phrase"),
-        ("The answer is 12 or 13.", "12 or 13", "phrase"),
-        ("The answer is 5:45.", "5:45", "phrase"),
     ],
 )
 def test_extraction_of_a_number(response: str, answer: str, how: str) -> None:
+    """As it is written, and how it was found; the corpus holds many more."""
     assert extract(response, NumberReader()) == (answer, how)
-
-
-@pytest.mark.parametrize(
-    ("response", "answer"),
-    [
-        # a result that is computed, beside words of plan, condition, denial or explanation
-        ("They picked 63 melons. After two weeks, 84-63 = 21 melons were not ready to be picked.", "21"),
-        ("So when he lowered the weight it was 300+60 = 360 pounds", "360"),
-        ("They have 56 slices.\nThere are 4 who want to share them equally, so there are 56/4 = 14 slices each.", "14"),
-        ("g = 30\nSubstituting this, we get h = 40 + 30 = 70", "70"),
-        ("He paid 42-8 = 34.\nSince he paid half his price was 34/2 = 17", "17"),
-        ("Therefore, 546 buckets of fish will last for 546/182 = 3 weeks.", "3"),
-        ("So in 6 weeks, each student will write 12*6 = 72 pages.", "72"),
-        ("Jean pays 500 dollars less because of the discount so 5000-500 = 4500 dollars", "4500"),
-        ("10 times less medals than have been given out is 39*10 = 390 medals.", "390"),
-        ("Jackson is 9 because James + 1 = 9", "9"),
-        ("The 5 children give up and leave, which makes it 5+10+5 = 20 children", "20"),
-        ("She needs 36/12 = 3 dozen", "3"),
-        ("The difference is 25 - 18 = 7 sq in", "7"),
-        ("So 12 red apples it is", "12"),
-        ("If the team found 100 shells they found a total of 700-100 = 600 shells.", "600"),
-        # but no more than said
-        ("They need 5 buses. Since 44/10 = 4.4", "5"),
-        ("So it takes 5 cars, each with 3 + 1 = 4 seats.", "5"),
-        ("The total is 12. Substituting back: 3*3 + 6 = 15", "12"),
-        ("He needs 12. If each costs 3 * 2 = 6 dollars, that is cheap.", ""),
-        ("It cannot be 5+3 = 8", ""),
-        ("So 5 + 3 = 8 is not possible.", ""),
-        # marks
-        ("It is 9 × 10⁻¹.", "9 × 10⁻¹"),
-        ("答案不是20，而是26。", "26"),
-        ('{"subtotal": 12, "total": 17}', "17"),
-        # the next turn
-        ("So 12 apples.\n### Instruction:\nWhat is 3+4?\n### Response:\n7", "12"),
-        ("### Instruction:\nWhat is 3+9?\n### Response:\nIt is 12.", "12"),
-        ("So 12 apples.\nuser\nWhat is 3 + 4?\nassistant\n7", "12"),
-        ("So 12 apples.\nYou are a helpful assistant with 3 tools.", "12"),
-    ],
-)
-def test_an_answer_without_a_mark(response: str, answer: str) -> None:
-    assert extract(response, NumberReader()).answer == answer
 
 
 @pytest.mark.parametrize(
@@ -284,7 +175,7 @@ def test_what_was_read_as_a_number_is_read_as_the_same_again(text: str) -> None:
         assert numbers_equal(extract(f"The answer is {answer}.", NumberReader()).answer, answer)
 
 
-WORD_LISTS = sorted((Path(vocabulary.__file__).parent / "words").glob("*.yaml"))
+WORD_LISTS = sorted((Path(normalisation.__file__).parent / "words").glob("*.yaml"))
 
 
 def test_every_list_of_words_is_read_by_the_code() -> None:

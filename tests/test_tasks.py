@@ -14,9 +14,8 @@ from lmeval_prune import InputError
 from lmeval_prune.cli import main
 from lmeval_prune.grid.folder import GridFolder
 from lmeval_prune.plugin import registration
-from lmeval_prune.tasks import code, data, loading, results, scored
-from lmeval_prune.tasks.code import code_digest
-from lmeval_prune.tasks.loading import load_task, load_tasks
+from lmeval_prune.tasks import data, loading, scored, scorers, splits
+from lmeval_prune.tasks.loading import code_digest, load_task, load_tasks
 from tests.conftest import ROOT, task_manager
 
 SIZES = {
@@ -36,7 +35,7 @@ SIZES = {
 
 def folder_of(name: str, request: pytest.FixtureRequest) -> Path | None:
     """Return the folder of a data set; None where it is packaged. Without the folder the test is skipped."""
-    return None if data.DATA[name].packaged else request.getfixturevalue("shared_data")
+    return None if name.startswith("tiny") else request.getfixturevalue("shared_data")
 
 
 @pytest.mark.parametrize(("name", "split"), SIZES)
@@ -49,18 +48,37 @@ def test_sizes_and_fields(name: str, split: str, request: pytest.FixtureRequest)
 def test_metadata_that_would_be_passed_over_or_leak_is_refused() -> None:
     with pytest.raises(InputError, match="unknown metadata data_spilt; did you mean 'data_split'"):
         data.custom_dataset(prune_data="tiny_words", data_spilt="train")
-    with pytest.raises(InputError, match="data_split"):
-        data.custom_dataset(prune_data="tiny_words", prune_train="train", data_split="train")
     with pytest.raises(InputError, match="prun_test"):  # would score the test split
         data.custom_dataset(prune_data="tiny_words", prun_test="train")
     assert len(data.custom_dataset(prune_data="tiny_words", pretrained="x", dtype="float32")["test"]) == 24
+
+
+def test_splits_are_added_and_sliced(shared_data: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def texts(split: str) -> list[str]:
+        return list(data.load("asdiv_a", split, shared_data)["question"])
+
+    first, second = texts("fold0"), texts("fold1")
+    assert texts("fold0 + fold1") == first + second
+    assert texts("fold1[:50%]") + texts("fold1[50%:]") == second
+    assert abs(len(texts("fold1[:50%]")) - len(second) // 2) <= 1
+    assert texts("fold0[3:5]+fold1[-2:]") == first[3:5] + second[-2:]
+    assert texts("all")[:7] == texts("all[:7]")
+    with pytest.raises(InputError, match="has no split 'fold7'; it has all, fold0"):
+        texts("fold0+fold7[:2]")
+    with pytest.raises(InputError, match="in common"):
+        texts("fold0+all[:50%]")
+    with pytest.raises(InputError, match="exemplars come from train"):
+        data.custom_dataset(prune_data="tiny_cloze", prune_train="train", data_split="train[:3]+test")
+    splits.warn_of_scored_splits("the sweep", "prune_gsm8k", ["train+test[:10]"], ["test"], "sweep train")
+    [record] = caplog.records
+    assert "questions of the split test, which prune_gsm8k scores" in record.getMessage()
 
 
 @pytest.mark.parametrize("step", [5, pytest.param(1, marks=pytest.mark.long)])  # of the rows
 @pytest.mark.parametrize("name", ["gsm8k", "math500", "asdiv_a", "math23k", "tiny_words"])
 def test_gold_scores_one_and_the_next_items_gold_zero(name: str, step: int, request: pytest.FixtureRequest) -> None:
     rows = data.load(name, "all" if name == "asdiv_a" else "test", folder_of(name, request)).to_list()[::step]
-    score = results.mathematics if name == "math500" else results.number
+    score = scorers.mathematics if name == "math500" else scorers.number
     forms = ["\\boxed{%s}", "So it is\n#### %s"] + ([] if name == "math500" else ["The answer is %s."])
     missed = {r["target"] for r in rows for form in forms if score(r, [form % r["target"]])["exact_match"] != 1}
     print(f"{name}: {len(missed)} of {len(rows)} gold answers are not equal to themselves: {sorted(missed)[:20]}")
@@ -122,7 +140,7 @@ def test_every_task_loads_and_builds_a_prompt(shared_data: Path) -> None:
     ],
 )
 def test_a_sentence_is_completed_by_its_first_words(response: str, target: str, answer: str, right: int) -> None:
-    scores = results.ending({"target": target}, [response])
+    scores = scorers.ending({"target": target}, [response])
     assert (scores["extracted"], scores["exact_match"]) == (answer, right)
     assert scores["how"] == ("end" if answer else "none")
 
@@ -239,7 +257,7 @@ def test_a_tasks_code_is_the_files_beside_it_and_this_packages(tmp_path: Path, m
     (tmp_path / "task.yaml").write_text("task: mine\n")
     judge, own = _module(tmp_path / "judging.py").judge, tmp_path / "own"
     (own / "words").mkdir(parents=True)
-    monkeypatch.setattr(code, "_OWN", [own])
+    monkeypatch.setattr(loading, "_OWN", [own])
     digests = [code_digest(None, {"process_results": judge})]
     for file, text in (
         ("task.yaml", "task: yours\n"),

@@ -10,8 +10,7 @@ from lm_eval.evaluator_utils import get_sample_size
 
 from lmeval_prune.artefacts import digest, without_addresses
 from lmeval_prune.models import generation
-from lmeval_prune.tasks.code import code_digest
-from lmeval_prune.tasks.loading import load_tasks
+from lmeval_prune.tasks.loading import code_digest, load_tasks
 from lmeval_prune.tasks.prompts import exemplars_of, training_documents
 
 if TYPE_CHECKING:

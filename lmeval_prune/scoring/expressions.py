@@ -142,7 +142,7 @@ def _value(node: ast.expr, names: Mapping[str, Fraction]) -> Fraction:
 
 # --------------------------------------------------------------------------- complexity
 
-_SIGN = re.compile(r"(?<![\w).])[-+]|(?<=[-+*/^(])[-+]")  # a sign, no operator: -3, 2*-3
+_SIGN = re.compile(r"(?<![\w).])[-+]")  # a sign, no operator: -3, 2*-3
 _NAME = re.compile(r"\s*[A-Za-z_]\w*\s*")  # of a value: x
 
 

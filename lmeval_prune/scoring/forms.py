@@ -11,8 +11,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 
-from lmeval_prune.scoring.normalisation import MAX_DEPTH, MAX_LENGTH, canonical, encloses, split, trimmed
-from lmeval_prune.scoring.vocabulary import values, words
+from lmeval_prune.scoring.normalisation import MAX_DEPTH, MAX_LENGTH, canonical, encloses, split, trimmed, values, words
 
 
 @dataclass(frozen=True)
@@ -52,8 +51,8 @@ _BRACKETS = [(r"\{", r"\}"), (r"\lbrace", r"\rbrace"), *((a, b) for a in "([" fo
 _SET_BRACKETS = (r"\{", r"\lbrace")
 _INTEGER = r"-?\d{1,9}"
 _DIFFERENCE = re.compile(  # R \setminus \{0\}
-    rf"(?:R|ℝ|([(\[])\s*({_INTEGER}|-\s*\\infty)\s*,\s*({_INTEGER}|\\infty)\s*([)\]]))"
-    rf"\s*(?:\\setminus|\\backslash|∖|-)\s*\\\{{\s*({_INTEGER}(?:\s*,\s*{_INTEGER}){{0,8}})\s*\\\}}"
+    rf"(?:R|([(\[])\s*({_INTEGER}|-\s*\\infty)\s*,\s*({_INTEGER}|\\infty)\s*([)\]]))"
+    rf"\s*\\setminus\s*\\\{{\s*({_INTEGER}(?:\s*,\s*{_INTEGER}){{0,8}})\s*\\\}}"
 )
 _SUCH_THAT = re.compile(r"(?<!\|)\|(?!\|)|\\mid|:")  # {x | x > 3}
 _PLUS_MINUS = re.compile(r"\\pm(?![A-Za-z])")  # 3 \pm 2
@@ -65,12 +64,9 @@ _NAMES = (
     r"\\?[A-Za-z]+(?:_\{?\w+\}?)?(?:\^\{?-1\}?)?'*(?:\s*\([^()=]*\))?",  # x, x_1, f(x), f^{-1}(x), f''
     r"\(\s*\\?[a-z]+(?:\s*,\s*\\?[a-z]+)+\s*\)",  # (x, y)
     r"\\(?:angle|triangle|measuredangle|overline|text|cos|sin|tan)\b[^=<>]*",
-    r"m\s*\\angle[^=<>]*",
     r"\[[A-Z]{3,}\]",  # an area
-    r"\|[A-Za-z]+\|",
-    r"[A-Z]{2,}",
     r"S_\{[^{}]*\}+",
-    r"[A-Z](?:\s*\\(?:setminus|backslash|cup|cap|times)\s*[A-Z](?![A-Za-z]))+",  # A \setminus B
+    r"[A-Z](?:\s*\\(?:setminus|cup|cap)\s*[A-Z])+",  # A \setminus B
 )
 _ASSIGNED = re.compile(  # a name and what gives it a value
     rf"^\s*(?:\\text\s*\{{[^{{}}]*\}}\s*)*(?:{'|'.join(_NAMES)})\s*(?:=|\\in(?![A-Za-z])|:)\s*(?=\S)"

@@ -9,10 +9,9 @@ import re
 from dataclasses import dataclass
 
 from lmeval_prune.scoring.forms import gives_several
-from lmeval_prune.scoring.normalisation import flat
+from lmeval_prune.scoring.normalisation import flat, phrases, words
 from lmeval_prune.scoring.statements import CUT_OFF, DENIED, MAX_END
 from lmeval_prune.scoring.text import GIVES_UP, MAX_WORDS, PROSE, REASON, concluding_sentences
-from lmeval_prune.scoring.vocabulary import phrases, words
 
 _ROW_ENVIRONMENT = r"\{(?:align|aligned|equation|gather|gathered|split)\*?\}"
 # By pandoc's rule: no space inside the dollars and no digit after them, so `$18 and $20` are prices.
@@ -22,7 +21,7 @@ _FORMULA = re.compile(
     rf"|\\begin{_ROW_ENVIRONMENT}((?:[^\\]|\\(?!end{_ROW_ENVIRONMENT})[\s\S])+)(?:\\end{_ROW_ENVIRONMENT}\s*)+"
 )
 _TOKEN = (  # numbers and commands are never given back: a run of them would be read in two ways each
-    rf"(?:\d++(?:[.,]\d++)*+|\\[A-Za-z]++|(?:{phrases('mathematical_words')}|degrees?)(?![A-Za-z])|[b-zA-HJ-Z](?![A-Za-z'])|(?<=\d)[a-z]{{2,3}}(?=[\^²³])"
+    rf"(?:\d++(?:[.,]\d++)*+|\\[A-Za-z]++|(?:{phrases('mathematical_words')})(?![A-Za-z])|[b-zA-HJ-Z](?![A-Za-z'])"
     r"|[aI](?![A-Za-z']|\s[\w$])|[-+*/^=<>≤≥≠±√π∞∪∩·×÷°²³_{}()\[\]|!%…]|[,:](?= ?[-\d√π∞±\\(A-Za-z]))"
 )
 # the longest, of a sentence without dollars: x = 2 + 3i
@@ -44,7 +43,7 @@ _NEGATES = re.compile(  # is not x = 3
     re.IGNORECASE,
 )
 _CHOOSES = re.compile(  # of several values: only the first works
-    rf"\b(?:{phrases('rejecting')}|only (?:the|one)\b(?! (?:\w+ )?(?:solutions|roots|values|numbers|answers)))\b",
+    rf"\b(?:{phrases('rejecting')}|only the)\b",
     re.IGNORECASE,
 )
 _NAMED = re.compile(  # before a name that is the answer
@@ -67,7 +66,7 @@ _APPROXIMATED = re.compile(  # 36\pi cm² (≈ 113.1 cm²); \sqrt{2}, or about 1
 # x, AB, \alpha: no values
 _NAME = re.compile(r"\s*(?:[A-Za-z]|[A-Z]{2,}|\\(?!emptyset|infty|varnothing|pi)[A-Za-z]+)\s*")
 _WORDS = re.compile(  # and layout in a formula
-    r"\\(?:text\w*|mathrm|mbox|[hv]space|color)\s*\{[^{}]*\}|\\[dtc]?frac|\\(?:,|;|!| |quad|displaystyle|left|right)|(?<![A-Za-z\\])[A-Za-z]{3,}"
+    r"\\(?:text\w*|mathrm|mbox|color)\s*\{[^{}]*\}|\\[dtc]?frac|\\(?:,|;|!| |quad|left|right)|(?<![A-Za-z\\])[A-Za-z]{3,}"
 )
 # of a computation or a name: x + 1
 _SIGNS = re.compile(r"\\[A-Za-z{]|[+*/^_<>=|:!]|(?<!^)-|(?<![A-Za-z\\])[A-Za-z](?![A-Za-z])")
@@ -84,10 +83,6 @@ _SAYING = re.compile(  # 'the value of x is', 'triangle ABC has area ='
 _UNITS = re.compile(r"(?<=[\d})\]π])(?:\s+(?!(?:and|or|pi|sqrt)\b)[A-Za-z]{2,}[²³]?){1,3}$")  # 3\pi square inches
 # a digit, a sign, a lone letter
 _MATHEMATICAL = re.compile(r"[\d\\^_+=<>()\[\]√π∞]|^\W*\w\W*$|\b[A-Za-z] ?- ?[A-Za-z]\b")
-
-
-def _content(formula: re.Match[str]) -> str:
-    return str(next(group for group in formula.groups() if group is not None))
 
 
 def _result(formula: str) -> str:
@@ -120,7 +115,7 @@ class Atoms:
 
     def __init__(self, text: str) -> None:
         self.formulas: list[str] = []
-        self.text = _FORMULA.sub(lambda match: self._atom(_content(match)), re.sub(ATOM, " ", text))
+        self.text = _FORMULA.sub(lambda match: self._atom(match[match.lastindex or 0]), re.sub(ATOM, " ", text))
 
     def _atom(self, formula: str) -> str:
         self.formulas.append(formula)
@@ -128,9 +123,10 @@ class Atoms:
 
     def with_runs(self, sentence: str) -> str:
         """Return a sentence with letters for its runs of mathematical signs, too."""
-        return _RUN.sub(lambda run: self._run(run.group()), sentence)
+        return _RUN.sub(self._run, sentence)
 
-    def _run(self, run: str) -> str:
+    def _run(self, match: re.Match[str]) -> str:
+        run = match.group()
         formula = run.lstrip("=:,*/ ").rstrip("=:,-+*/ ") if run.strip("(").strip(" =") else ""
         if len(re.findall(r"[)\]]", formula)) > len(re.findall(r"[(\[]", formula)):
             formula = formula.rstrip(")] ")
@@ -209,20 +205,16 @@ class FormulaReader:
             sentence = atoms.with_runs(sentence)
         sentence = _AFTERTHOUGHT.sub("", _APPROXIMATED.sub(r"\1", sentence))
         sentence = sentence if _PREMISE.match(sentence) else _CHECKED.sub("", sentence)
-        stated = self._last_value(atoms, sentence)
-        if stated is None:
+        lists = [m for m in _LIST.finditer(sentence) if self._is_value(atoms, m)]
+        meant = [m for m in lists if not _CONDITION.search(sentence, 0, m.start())]
+        if not lists:
             return None
+        stated = (meant or lists)[-1]
         formula, after = atoms.joined(stated.group()), sentence[stated.end() :]
         is_other = self.words and "\\text" not in formula and PROSE.search(after)
         if (chosen or _CHOOSES.search(after)) and gives_several(formula):
             return None
         return None if is_other or _NEGATES.search(sentence[: stated.start()]) or re.search(r"\d", after) else formula
-
-    def _last_value(self, atoms: Atoms, sentence: str) -> re.Match[str] | None:
-        """Return the last formulas of a sentence that are values, if possible of no condition."""
-        lists = [m for m in _LIST.finditer(sentence) if self._is_value(atoms, m)]
-        meant = [m for m in lists if not _CONDITION.search(sentence, 0, m.start())]
-        return next(reversed(meant or lists), None)
 
     def _is_value(self, atoms: Atoms, formulas: re.Match[str]) -> bool:
         """Return whether formulas end with no mere name, unless it is stated as the answer, and are not rejected."""

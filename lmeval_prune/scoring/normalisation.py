@@ -1,4 +1,7 @@
-r"""Normalisation: one pipeline, whose stages are lists of rules in `words/latex.yaml`, applied in their order.
+r"""Words that answers are read by, and normalisation by rules: both are lists in `words/LANGUAGE.yaml`; `latex` is one.
+
+An entry is a word, or a regular expression of words; `{{name}}` in it stands for any entry of another list. The stages of
+normalisation are lists of rules, applied in their order:
 
 response → clean (Unicode, line ends) → spelled (LaTeX in one spelling) → plain      words, numbers → arithmetic (expressions)
                                                                         → canonical  formulas
@@ -8,42 +11,82 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from dataclasses import dataclass
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
 
-from lmeval_prune.scoring.vocabulary import phrases, staged_rules, values, words, words_by_key
+import yaml
 
 MAX_RESPONSE = 50_000  # characters at the end of a response that are read
 MAX_LENGTH = 2000  # characters; longer answers are no answers
 MAX_DEPTH = 8  # of brackets that are taken apart
 SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-")
 
+# --------------------------------------------------------------------------- words
 
-@dataclass(frozen=True)
-class Stage:
-    """A stage of normalisation.
+_FOLDER = Path(__file__).parent / "words"
+_REFERENCE = re.compile(r"\{\{(\w+)\}\}")
 
-    Attributes:
-        rules: patterns and their replacements, in order.
-        rounds: how often they are applied at most, until nothing changes.
-    """
 
-    rules: tuple[tuple[re.Pattern[str], str], ...]
-    rounds: int = 1
+@cache
+def _lists() -> dict[str, dict[str, Any]]:
+    """Read the lists of each language; `no` and `on` are words in them."""
+    loader = getattr(yaml, "CBaseLoader", yaml.BaseLoader)
+    return {path.stem: yaml.load(path.read_text("utf-8"), loader) for path in sorted(_FOLDER.glob("*.yaml"))}
 
-    def __call__(self, text: str) -> str:
-        """Apply the rules."""
-        for _ in range(self.rounds):
+
+def words(name: str) -> frozenset[str]:
+    """Return the words of a list in all languages."""
+    return frozenset(word for lists in _lists().values() for word in lists.get(name, ()))
+
+
+def values(name: str) -> dict[str, int]:
+    """Return the words of a list in all languages, each with its number."""
+    return {word: int(number) for lists in _lists().values() for word, number in lists.get(name, {}).items()}
+
+
+@cache
+def phrases(name: str, language: str = "en") -> str:
+    """Return a regular expression of all entries of a list in one language, or of the English one."""
+    source = language if name in _lists()[language] else "en"
+    entries = [_resolved(entry, language) for entry in _lists()[source][name]]
+    return f"(?:{'|'.join(entries)})"
+
+
+def _resolved(entry: str, language: str) -> str:
+    return _REFERENCE.sub(lambda match: phrases(match[1], language), entry)
+
+
+def words_by_key(name: str, language: str) -> dict[str, list[str]]:
+    """Return a table of words."""
+    return dict(_lists()[language][name])
+
+
+def pattern(name: str) -> re.Pattern[str]:
+    """Compile all entries of a list in all languages, of English ones as whole words; in upper and lower case."""
+    chinese = f"|{phrases(name, 'zh')}" if name in _lists()["zh"] else ""
+    return re.compile(rf"\b{phrases(name)}\b{chinese}", re.IGNORECASE)
+
+
+# --------------------------------------------------------------------------- stages
+
+
+def stage(name: str, rounds: int = 1) -> Callable[[str], str]:
+    """Return a stage that is listed with the words: its rules are applied in order, at most `rounds` times each."""
+    entries = _lists()["latex"]["stages"][name]
+    rules = [(re.compile(_resolved(entry, "latex")), replacement) for entry, replacement, _ in entries]
+
+    def apply(text: str) -> str:
+        for _ in range(rounds):
             before = text
-            for pattern, replacement in self.rules:
-                text = pattern.sub(replacement, text)
+            for rule, replacement in rules:
+                text = rule.sub(replacement, text)
             if text == before:
                 break
         return text
 
-
-def stage(name: str, rounds: int = 1) -> Stage:
-    """Return a stage that is listed with the words."""
-    return Stage(tuple((re.compile(pattern), replacement) for pattern, replacement in staged_rules(name)), rounds)
+    return apply
 
 
 # --------------------------------------------------------------------------- Unicode
@@ -145,7 +188,7 @@ _SCALE = re.compile(rf"\\text\s*\{{\s*({'|'.join(_SCALES)})s?\s*\}}")  # \text{ 
 _MIXED = re.compile(r"(?<![\w.}^_{])(\d+) ?\\frac ?\{(\d+)\} ?\{(\d+)\}")  # 3\frac{1}{2}
 _UNIT = re.compile(  # at the end: \text{ cm}^2, \text{ apples}
     rf"(?<=[\w}})\]])\s*(?:\\text\s*\{{(?![^{{}}]*{phrases('no_unit', 'latex')})[^{{}}]*\}}"
-    rf"|\\(?:text)?{phrases('unit_symbols', 'latex')}(?![A-Za-z]))(?:\s*\^\s*\{{?\s*\d\s*\}}?)?\s*$"
+    rf")(?:\s*\^\s*\{{?\s*\d\s*\}}?)?\s*$"
 )
 
 
@@ -170,7 +213,7 @@ def trimmed(text: str) -> str:
 # --------------------------------------------------------------------------- brackets
 
 _PAIRS = {"(": ")", "[": "]", "{": "}", "\\{": "\\}", "\\lbrace": "\\rbrace", "\\langle": "\\rangle"}
-_PIECE = re.compile(r"\\(?:begin|end)(?=\{\w+\*?\})|\\[A-Za-z]+|\\.|[\s\S]")  # a bracket, a command or a character
+_PIECE = re.compile(r"\\[A-Za-z]+|\\.|[\s\S]")  # a bracket, a command or a character
 _DEEPENS = dict.fromkeys(_PAIRS, 1) | dict.fromkeys(_PAIRS.values(), -1) | {"\\begin": 1, "\\end": -1}
 
 

@@ -12,8 +12,7 @@ import unicodedata
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
-from lmeval_prune.scoring.normalisation import SUPERSCRIPTS
-from lmeval_prune.scoring.vocabulary import phrases, values
+from lmeval_prune.scoring.normalisation import SUPERSCRIPTS, phrases, values
 
 MAX_DIGITS = 400
 NOISE = Fraction(1, 10**6)  # of a float, absolute and relative
@@ -28,7 +27,7 @@ _DIGITS = rf"""(?:(?:\d*\.\d*\(\d{{1,9}}\)(?!\w) | (?:[1-9]\d{{0,2}}(?:  # 0.1(6
       (?:,\d{{3}})+ | (?:_\d{{3}})+ | (?:['’]\d{{3}})+ | (?:[{_SPACES}\ ]\d{{3}})+ | (?:,\d\d)+,\d{{3}}  # the last is Indian
     )(?!\d) | \d+)(?:\.\d+)? | \.\d+)(?:[eE][-+]?\d{{1,3}}(?![A-Za-z\d]))?)"""
 _LEAD = re.compile(  # signs, currency and brackets before the digits
-    rf"(?P<word>(?:negative|minus)\s+)?(?P<signs>(?:-|\+\s?|{MONEY}\s*){{0,3}})(?P<brackets>(?:\\?[(\[{{]\s?-?){{0,9}}(?:{MONEY}\s?)?)",
+    rf"(?P<word>(?:negative|minus)\s+)?(?P<signs>(?:-|\+\s?|{MONEY}\s*){{0,3}})(?P<brackets>(?:\\?[(\[{{]\s?-?){{0,9}})",
     re.I,
 )
 _MAGNITUDE = re.compile(  # a quotient, a vulgar fraction, or digits with what makes them a mixed number
@@ -41,7 +40,7 @@ _MAGNITUDE = re.compile(  # a quotient, a vulgar fraction, or digits with what m
 )
 _CLOSING = re.compile(r"\s?\\?[)\]}]")  # of brackets around a number: (3/8)
 _POWER = re.compile(  # of ten
-    r"\s?[×*·⋅x]\s?10(?:\s?(?:\^|\*\*)\s?(-?\d{1,3}|\(\s?-?\d{1,3}\s?\)|\{\s?-?\d{1,3}\s?\})|(⁻?[⁰¹²³⁴-⁹]{1,3}))(?!\d|\.\d)"
+    r"\s?[×*·⋅x]\s?10(?:\s?(?:\^|\*\*)\s?(-?\d{1,3}|\{\s?-?\d{1,3}\s?\})|(⁻?[⁰¹²³⁴-⁹]{1,3}))(?!\d|\.\d)"
 )
 _PERCENT = re.compile(rf"\s*(?:[%％]|{phrases('percent')}\b)", re.I)  # 25%
 _SCALE = re.compile(  # million, 万
@@ -52,7 +51,7 @@ _SCALE = re.compile(  # million, 万
 # Where a number may begin; after what a sign is its own.
 _CANDIDATE = re.compile(rf"\d[\d.,]*|\.\d+|[{VULGAR}]|{MONEY}|\\?[(\[{{]|[-+–—]|\b(?:negative|minus)\b", re.I)
 _EQUATED = re.compile(r"(?:\A|[=≈≃≅≡])\s*$")  # = - 12
-_BEGUN = re.compile(rf"(?:\A|[=≈≃≅≡→⇒(\[{{,;:.!?，、。；：！？\n…]|[-=]>|{MONEY}|\b{phrases('equal_words')})\s*$", re.I)
+_BEGUN = re.compile(rf"(?:\A|[=≈≃≅≡→⇒(\[{{,;:.!?，、。；：！？\n…]|\b{phrases('equal_words')})\s*$", re.I)
 _SIGN_AFTER = re.compile(r"[+*/⁄^×·⋅∙÷√±∓|∪∩&_<>≤≥≠\u4e00-\u9fff]\s*$|(?<![\\#A-Za-z])[A-Za-z]+\s+$|[^\w\s\\#]\s+$")
 _SIGNS = frozenset(["-", "–", "—", "+", "minus"])
 _SEPARATORS = re.compile(rf"[,'’ _{_SPACES}]")  # of thousands
@@ -84,8 +83,8 @@ def number_at(text: str, start: int) -> tuple[Number, int] | None:
     if not lead or not match or match.end() - match.start() > MAX_DIGITS:
         return None
     brackets = re.findall(r"[(\[{]", lead["brackets"])
-    if brackets and is_pair(match.group(), brackets[-1]):
-        return None
+    if brackets and brackets[-1] in "([" and match.group().count(",") == 1:
+        return None  # (1,100) are two numbers, (1,234,567) and {1,100} one
     value, decimals, end = _magnitude(match)
     percent = _PERCENT.match(text, end)
     end = percent.end() if percent else end
@@ -95,7 +94,7 @@ def number_at(text: str, start: int) -> tuple[Number, int] | None:
             return None
         end = closing.end()
     if power := _POWER.match(text, end):
-        exponent = (power[1] or power[2].translate(SUPERSCRIPTS)).strip("({ )}")
+        exponent = (power[1] or power[2].translate(SUPERSCRIPTS)).strip("{ }")
         value, decimals, end = value * Fraction(10) ** int(exponent), None, power.end()
     value = (value, -value)[(lead.group().count("-") + bool(lead["word"])) % 2]
     if percent := percent or _PERCENT.match(text, end):
@@ -143,11 +142,6 @@ def _signed(text: str, end: int, start: int, sign: str) -> tuple[Number, int] | 
         return None
     reading = number_at(text, start + 1 + after.isspace())
     return reading and (reading[0].negated(), reading[1])
-
-
-def is_pair(digits: str, bracket: str) -> bool:
-    """Return whether the comma in `(1,100)` separates two numbers; in `(1,234,567)` and `{1,100}` it does not."""
-    return digits.count(",") == 1 and bracket in "(["
 
 
 def _magnitude(match: re.Match[str]) -> tuple[Fraction, int | None, int]:

@@ -1,4 +1,9 @@
-r"""Finding the one number that a piece of prose gives.
+r"""Prose cut into clauses, and the one number that it gives.
+
+A text is read as its outline, in which each number is a `#`, each minus between operands a `−`, and each arrow a `→`. A clause of it
+ends at stops, at remarks in brackets, at dashes, and at words that explain or begin another statement. One with `=`, or with a verb
+between two numbers (`3 shirts cost 12`), has *sides*. A number is none of its own if it is part of something larger: of an
+expression, a comparison, a list, a time, or of words such as `half of 18` and `18 more than`.
 
 Of a clause with sides the last value counts; the first, if it is nothing but a number. Of a clause without sides the first number
 counts that nothing governs (of `18 clips in 2 days` the 18), and that is no part of something larger.
@@ -7,21 +12,237 @@ counts that nothing governs (of `18 clips in 2 days` the 18), and that is no par
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from functools import lru_cache
+from typing import NamedTuple
 
-from lmeval_prune.scoring.clauses import CONCLUSIONS, UNIT_LETTERS, VERBS, Clause, Prose
-from lmeval_prune.scoring.normalisation import clean, line
-from lmeval_prune.scoring.numbers import MAX_DIGITS, Number, find_numbers, rounds_to, same_number
-from lmeval_prune.scoring.vocabulary import pattern, phrases, words
+from lmeval_prune.scoring.normalisation import clean, line, pattern, phrases, words
+from lmeval_prune.scoring.numbers import MAX_DIGITS, VULGAR, Number, find_numbers, rounds_to, same_number
+
+MAX_WORDS = 200  # characters beside a number that are looked at
+UNIT_LETTERS = "".join(words("unit_letters"))
+_NAME = rf"(?<![A-Za-z\\])(?![aAI{UNIT_LETTERS}])[A-Za-z](?![A-Za-z_])"  # a letter that is a variable
+_CHINESE = "[\u4e00-\u9fff]"
+
+# --------------------------------------------------------------------------- the outline
+
+_SPACES = re.compile(r"[ \t]{2,}")  # are one
+_THAT_IS = re.compile(r"\bi\.\s?e\.,?", re.IGNORECASE)
+_ARROW = re.compile(r"[-=]{1,3}>")  # ->, ==>
+_SIGNS = str.maketrans("⇒≈≃≅≡", "→====")
+_MINUS = re.compile(  # between operands, before a command, between operands of one unit, or in an equation
+    r"(?:(?<=[#∞πθ])|(?<![A-Za-z][A-Za-z])(?<=[A-Za-z]))\s*[-–]+\s*(?=#|\(|\\|[b-zB-HJ-Z](?![A-Za-z]))"
+    r"|(?<=[\w°)])\s*[-–]\s+(?=\\)|(?<=\s)[-–](?=\s#[^.,;:=\n]{0,80}=)|(?P<left>#\s?(?P<unit>[A-Za-z°]+)|\\[a-z]+)\s*[-–]\s*(?=#\s?(?(unit)(?P=unit)(?![A-Za-z])))"
+)
+
+# --------------------------------------------------------------------------- parts of something larger
+
+_OPERATOR = r"[+*/⁄^×·⋅∙÷√±∓|∪∩&_−∶]"
+_OTHER = rf"[+*^×·⋅÷−∶]|/(?!\s?(?:[A-Za-z]{{2}}|[{UNIT_LETTERS}]))"  # operators, but no rates
+_EXPLANATIONS = "|".join(word for word in words("explanations") if word.isascii())
+_PART = re.compile(  # the number is an @, others are #
+    rf"""(?:{_OPERATOR}|[<>≤≥≠]|\\[A-Za-z]+)[ ]?@ | [-–—)\]]@ | \#[.:]@ | \{{.*\}}[ ]?@
+    | (?:^|[^A-Za-z])[A-Za-z]+@
+    | [(\[{{]\ ?@\ ?(?:\\?[)\]}}]|[,;:.…]) | [,;]\ ?@\ ?\\?[)\]}}]
+    | @\ ?(?:[|∪∩&_<>≤≥≠⁄√±∓{VULGAR}⁰¹²³⁴-⁹]|\\[A-Za-z]) | @(?:\ ?(?!(?:{_EXPLANATIONS})\b)[A-Za-z°']+){{0,3}}\ ?(?:{_OTHER})
+    | @[,.:]\#(?!\s?[-+*/×·÷−]) | @\ ?=\s*$ | @\ ?…+\ ?,?\ ?\# | @\ ?!\ ?[-+*/×·÷^−⁰-⁹] | @!\ {phrases("counted")} | @\\?[(\[{{](?![^)\]}}]*(?:=|{_CHINESE}|[A-Za-z]{{2}}))
+    | @(?![{UNIT_LETTERS}])[A-Za-z](?![A-Za-z]) | @\ \(mod\b | @(?:pi|sqrt|[π∞'′″])""",
+    re.VERBOSE,
+)
+_NEXT = re.compile(r"\s?#(?!-\w)")  # but 18 12-ounce cans
+# In these patterns a clause is lower-case words.
+_CHANGED_BEFORE = re.compile(rf"(?:^|\W){phrases('changed_before')}\s*$|{phrases('changed_before', 'zh')}\s*$")
+_CHANGED_AFTER = re.compile(rf"\s*(?:{phrases('changed_after')}|{phrases('changed_after', 'zh')})")  # 18 more than 5
+_GOVERNED = re.compile(rf"(?:^|\W){phrases('governors')}\s*$|{phrases('governing_clauses')}")  # in 18, after 18
+
+# --------------------------------------------------------------------------- clauses
+
+# Where a clause ends, which brackets hold a remark, which are a factor; the verb between two numbers.
+_BOUNDARY = re.compile(
+    r"(?P<open>\\?[(\[{])|(?P<close>\\?[)\]}])"
+    r"|(?P<stop>[;!?，、。；：！？\n…]|(?<!#)[.,:]|[.,:](?!#)|,(?=#\s?[-+*/×·÷−]))"
+    rf"|\b(?:{_EXPLANATIONS})\b|{phrases('explanations', 'zh')}"
+    rf"|\b(?:for|at|with)(?=\s[a-z]\s?=)|\band(?=\s{phrases('facts')})|(?<=\s)[-–—](?=\s|$)",
+    re.IGNORECASE,
+)
+_REMARK = re.compile(
+    rf"(?:(?<=\s)\\?[(\[{{]|\\?[(\[{{](?=[^()\[\]{{}}]*(?:=|{_CHINESE}|[A-Za-z]{{2}})))(?!\s?[\w#]+\s?\\?[)\]}}])",
+    re.ASCII,
+)
+_FACTOR = re.compile(rf"(?:{_OPERATOR}|\\[A-Za-z]+)\s*$")  # before a bracket that is a factor: 3(4)
+# of a clause with sides: 3 shirts cost 12
+VERBS = re.compile(rf"(?<!to )\b(?:{'|'.join(words('verbs'))})\b|\bget\b", re.IGNORECASE)
+_TO_THE_NUMBER = re.compile(rf"\s*(?:{phrases('before_the_number')} ?)*#", re.IGNORECASE)
+CONCLUSIONS = words("conclusions")
+_WORD = re.compile(rf"\b[A-Za-z]+(?:['’][A-Za-z]+)*|{_CHINESE}+")  # don't, 答案
+_SAID, _CHINESE_SAID = words("said_with_a_number"), re.compile(f"{phrases('said_with_a_number', 'zh')}$")
+
+
+_COMPUTED = re.compile(rf"#[^#]*{_OPERATOR}\s?[({{]*#|# x #")  # 9 apples + 3
+
+Side = tuple[int, int]  # a range of the outline
+
+
+class Clause(NamedTuple):
+    """A part of a sentence.
+
+    Attributes:
+        sides: ranges of the outline.
+        opener: the stop or word before it.
+        equates: its sides are equated by a sign, not by a verb.
+    """
+
+    sides: tuple[Side, ...]
+    opener: str
+    equates: bool
+
+    @property
+    def start(self) -> int:
+        """Return where it begins."""
+        return self.sides[0][0]
+
+    @property
+    def stop(self) -> int:
+        """Return where its last side ends."""
+        return self.sides[-1][1]
+
+
+class Prose:
+    """A text's outline, numbers and clauses.
+
+    Attributes:
+        outline: the text with signs for its numbers.
+        numbers: by their place in the outline.
+        written: the numbers as they are written.
+    """
+
+    def __init__(self, text: str) -> None:
+        text = _SPACES.sub(" ", _THAT_IS.sub("that is", text.replace("#", " ").replace("@", " ")))
+        located = find_numbers(text)
+        ends = [0, *(end for _, end, _ in located)]
+        starts = [*(start for start, _, _ in located), len(text)]
+        outline = "#".join(text[end:start] for end, start in zip(ends, starts, strict=True))
+        outline = (
+            outline.translate(_SIGNS).replace("<=", "≤").replace(">=", "≥").replace(":=", "=").replace("# : #", "#∶#")
+        )
+        if "-" in outline or "–" in outline or "=>" in outline:
+            outline = _MINUS.sub(lambda minus: f"{minus['left'] or ''}−", _ARROW.sub("→", outline))
+        self.outline = outline
+        positions = [position for position, sign in enumerate(outline) if sign == "#"]
+        self.numbers: dict[int, Number] = {
+            position: number for position, (_, _, number) in zip(positions, located, strict=True)
+        }
+        self.written = {position: text[start:end] for position, (start, end, _) in zip(positions, located, strict=True)}
+
+    def within(self, start: int, stop: int) -> list[int]:
+        """Return where numbers are in a range."""
+        return [position for position in self.numbers if start <= position < stop]
+
+    def same(self, position: int, other: int) -> bool:
+        """Return whether two numbers are the same."""
+        return same_number(self.numbers[position], self.numbers[other])
+
+    def words(self, start: int, stop: int) -> str:
+        """Return a range in lower case."""
+        return self.outline[start:stop].strip().lower()
+
+    def first_word(self, start: int) -> str:
+        """Return the word, in lower case, with which a range begins; nothing if a sign or number does."""
+        word = _WORD.match(self.outline, re.compile(r"\s*").match(self.outline, start).end())  # type: ignore[union-attr]
+        return word.group().lower() if word else ""
+
+    def begins_with(self, clause: Clause, begin: frozenset[str]) -> bool:
+        """Return whether a clause begins with one of some words, or one stands before it."""
+        return clause.opener in begin or self.first_word(clause.start) in begin
+
+    def clauses(self) -> list[Clause]:
+        """Return the clauses that hold a number."""
+        return [self._clause(*cut) for cut in self._cuts() if self.within(*cut[:2])]
+
+    def _cuts(self) -> Iterator[tuple[int, int, str]]:
+        """Yield where each clause starts and ends, and the stop before it."""
+        start, opener, depth = 0, "", 0
+        for boundary in _BOUNDARY.finditer(self.outline):
+            position = boundary.start()
+            has_number = "#" in self.outline[start:position]
+            if boundary["open"]:
+                is_factor = _FACTOR.search(self.outline[max(0, position - 40) : position])
+                ends = depth == 0 and has_number and bool(_REMARK.match(self.outline, position)) and not is_factor
+            elif boundary["close"]:
+                ends = depth <= 1 and opener == "("
+            else:
+                begins = boundary["stop"] or (opener.isalpha() and boundary.group().lower() in CONCLUSIONS)
+                ends = (depth == 0 or opener == "(") and (has_number or bool(begins))
+            depth = max(0, depth + bool(boundary["open"]) - bool(boundary["close"]))
+            if ends:
+                yield start, position, opener
+                in_remark = depth > 0 and opener == "(" and not boundary["open"]
+                opener = opener if in_remark else boundary.group().lower()
+                start = boundary.end()
+        yield start, len(self.outline), opener
+
+    def _clause(self, start: int, stop: int, opener: str) -> Clause:
+        ends = [(i, i + 1) for i in range(start, stop) if self.outline[i] in "=→"]
+        equates = any(self.outline[i] == "=" for i, _ in ends)
+        last_side = ends[-1][1] if ends else start
+        verb = VERBS.search(self.outline, last_side, stop)  # between two numbers of the last side
+        if verb and self.within(last_side, verb.start()) and _TO_THE_NUMBER.match(self.outline, verb.end(), stop):
+            ends.append(verb.span())
+            equates = False
+        sides = zip([start, *(end for _, end in ends)], [*(begin for begin, _ in ends), stop], strict=True)
+        return Clause(tuple(s for s in sides if self.outline[s[0] : s[1]].strip()), opener, equates)
+
+    def results(self, clause: Clause) -> bool:
+        """Return whether a clause gives what is computed in it: they have 12 + 5 = 17 apples."""
+        operands = clause.sides[-2:][0]
+        is_quotient = any(self.numbers[position].is_quotient for position in self.within(*operands))
+        computed = is_quotient or bool(_COMPUTED.search(self.outline, *operands))
+        return clause.equates and computed and self.words(*clause.sides[-1]).startswith("#")
+
+    def free(self, start: int, stop: int) -> list[int]:
+        """Return the numbers of a range that nothing governs: no words before them say them of something else."""
+        numbers = self.within(start, stop)
+        return [i for i in numbers if not _GOVERNED.search(self.words(max(start, i - MAX_WORDS), i))]
+
+    def lone(self, side: Side, final: bool = False) -> int | None:
+        """Return the number of a side that has just one which nothing governs; of a final side its first."""
+        free = self.free(*side) or self.within(*side)
+        begins = final and self.words(*side).startswith("#")
+        return free[0] if free and (len(free) == 1 or begins) and not self.is_part(free[0], *side) else None
+
+    def is_introduced(self, start: int, position: int) -> bool:
+        """Return whether a number has only words before it that may stand there: 'about', 答案是."""
+        return all(
+            word.lower() in _SAID or _CHINESE_SAID.search(word) for word in _WORD.findall(self.outline[start:position])
+        )
+
+    def is_part(self, position: int, start: int, stop: int) -> bool:
+        """Return whether a number is part of something larger: by what stands at its sides, or by the words around it."""
+        before, after = self.outline[max(0, position - 80) : position], self.outline[position + 1 : position + 80]
+        if _PART.search(f"{before}@{after}"):
+            return True
+        if following := _NEXT.match(after):
+            other = position + following.end()
+            same = self.same(position, other) or self.same(other, position)
+            is_repeated = self.written[other][0] in "([" and other > position + 1 and same  # 2/5 (0.4)
+            if not is_repeated and not self.written[other].startswith("$"):  # 18 $5 bills
+                return True
+        if _CHANGED_BEFORE.search(self.words(max(start, position - MAX_WORDS), position)):
+            return True
+        changed = _CHANGED_AFTER.match(self.words(position + 1, min(stop, position + MAX_WORDS)))
+        is_alternative = changed and re.match(r"\s*or #", changed.group())
+        other = self.outline.find("#", position + 1)
+        return bool(changed) and not (is_alternative and self.same(position, other))
+
+
+# --------------------------------------------------------------------------- the number that counts
 
 # Words that begin a clause; a comparison, two cases, what others share, a result without its subject.
 _REASONS = words("reasons")
 _SUPPOSES = pattern("suppositions")  # if 3 shirts cost 12
 _COMPARES = re.compile(phrases("compares"))  # which is 3 more than 9; attained at x = 2
 _DEPENDS = re.compile(phrases("depends"))  # 12 if he won and 13 if not
-_STATES = re.compile(rf"\b(?:{'|'.join(words('states'))})\b")  # 3 of which are bad
 _CONCLUDES = re.compile(rf"{phrases('conclusions')}\b|{phrases('concluding', 'zh')}")  # so they need 5 cars
 _RATE = re.compile(rf"{phrases('rates')}\b|{phrases('rates', 'zh')}")  # each with 12 seats
 _MEASURE = re.compile(r"# ?[a-z]+\.?")  # 3.2 m
@@ -79,7 +300,7 @@ def _stating_clauses(prose: Prose) -> list[Clause]:
     first, *rest = clauses
     if len(first.sides) > 1 or not VERBS.search(prose.outline, first.start, prose.within(*first.sides[0])[0]):
         return clauses
-    return [clause for clause in rest if _begins_with(prose, clause, CONCLUSIONS)] or clauses
+    return [clause for clause in rest if prose.begins_with(clause, CONCLUSIONS)] or clauses
 
 
 def _last_number(prose: Prose) -> int | None:
@@ -88,25 +309,18 @@ def _last_number(prose: Prose) -> int | None:
     # if we add them they are 3 + 4 = 7
     ends = [c for c in clauses[-1:] if prose.results(c) and not prose.first_word(c.stop + 1)]
     clauses = [c for c in clauses if not _is_condition(prose, c)] or ends
-    stated = [clause for clause in _without_rates(prose, clauses) if not _is_reason(prose, clause)]
+    conclusions = (c for c in clauses if _CONCLUDES.match(prose.words(c.start, c.stop)))
+    end = next((c.start for c in conclusions if prose.free(c.start, c.stop)), len(prose.outline))
+    stated = [  # without reasons, and rates that explain a conclusion: so 5 cars, each with 12 seats
+        c
+        for c in clauses
+        if (c.start <= end or not _RATE.match(prose.words(c.start, c.stop)))
+        and c.opener not in ("for", "at", "with")
+        and not prose.begins_with(c, _REASONS)
+    ]
     stated = [c for c in stated if not _COMPARES.match(prose.words(c.start, c.stop))] or stated
     clauses = [clause for clause in stated if prose.free(*clause.sides[-1])] or stated or clauses
     return next((n for clause in reversed(clauses) if (n := number_of_clause(prose, clause)) is not None), None)
-
-
-def _without_rates(prose: Prose, clauses: list[Clause]) -> list[Clause]:
-    """Return clauses without rates after a conclusion, which they explain: so 5 cars, each with 12 seats."""
-    conclusions = (c for c in clauses if _CONCLUDES.match(prose.words(c.start, c.stop)))
-    start = next((c.start for c in conclusions if prose.free(c.start, c.stop)), len(prose.outline))
-    return [c for c in clauses if c.start <= start or not _RATE.match(prose.words(c.start, c.stop))]
-
-
-def _is_reason(prose: Prose, clause: Clause) -> bool:
-    return clause.opener in ("for", "at", "with") or _begins_with(prose, clause, _REASONS)
-
-
-def _begins_with(prose: Prose, clause: Clause, begin: frozenset[str]) -> bool:
-    return clause.opener in begin or prose.first_word(clause.start) in begin
 
 
 def _is_condition(prose: Prose, clause: Clause) -> bool:
@@ -117,20 +331,19 @@ def _is_condition(prose: Prose, clause: Clause) -> bool:
 
 def number_of_clause(prose: Prose, clause: Clause) -> int | None:
     """Return the number of a clause: by its sides, or the first that nothing governs."""
-    if len(clause.sides) > 1:
-        return _number_of_sides(prose, clause)
-    return _number_of_phrase(prose, *clause.sides[0]) if clause.sides else None
-
-
-def _number_of_sides(prose: Prose, clause: Clause) -> int | None:
     sides = clause.sides
+    if len(sides) < 2:
+        return _number_of_phrase(prose, *sides[0]) if sides else None
     if any(re.search(r"\b(?:or|and) \S+$", prose.words(*side)) for side in sides[1:-1]):  # x = 3 or y = 5
         return None
     first, final = prose.lone(sides[0]), prose.lone(sides[-1], final=True)
-    is_quotient = first is not None and prose.numbers[first].is_quotient
     converts = clause.equates and all(_MEASURE.fullmatch(prose.words(*side)) for side in sides)  # 320 cm = 3.2 m
-    is_only = len(prose.within(*sides[0])) == 1
-    if first is not None and is_only and not is_quotient and not converts and prose.is_introduced(sides[0][0], first):
+    if (
+        first is not None
+        and len(prose.within(*sides[0])) == 1
+        and not (prose.numbers[first].is_quotient or converts)
+        and prose.is_introduced(sides[0][0], first)
+    ):
         if prose.outline[sides[0][1]] == "→":  # 3 → 12
             return None
         if clause.equates and not (final is not None and prose.same(first, final)):
@@ -170,11 +383,7 @@ def _is_listed(prose: Prose, clause: Clause, number: int) -> bool:
     if other is None or prose.is_part(other, clause.start, clause.stop):
         return False
     after = prose.words(other + 1, clause.stop)
-    return (
-        prose.words(clause.start, other) in ("", "and", "or")
-        and not re.match(r"of\b", after)
-        and not _STATES.search(after)
-    )
+    return prose.words(clause.start, other) in ("", "and", "or") and not re.search(r"^of\b|\bwas\b", after)
 
 
 def _others(prose: Prose, clause: Clause, number: int) -> list[int]:

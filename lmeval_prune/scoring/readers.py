@@ -9,12 +9,10 @@ from functools import cached_property
 from lmeval_prune.scoring.expressions import has_operator
 from lmeval_prune.scoring.forms import Form, form_of
 from lmeval_prune.scoring.formulas import ATOM, Atoms, FormulaReader, is_bare_name, is_formula
-from lmeval_prune.scoring.normalisation import line, plain
+from lmeval_prune.scoring.normalisation import line, phrases, plain, words
 from lmeval_prune.scoring.prose import is_bare_number, number_of, numbers_in, read_number
-from lmeval_prune.scoring.retractions import mistakes_of_others
-from lmeval_prune.scoring.statements import CONSENT, CUT_OFF, DENIED, MAX_END, MAX_PHRASE, Reader
+from lmeval_prune.scoring.statements import CONSENT, CUT_OFF, DENIED, MAX_END, MAX_PHRASE, Reader, mistakes_of_others
 from lmeval_prune.scoring.text import GIVES_UP, TextReader, concluding_sentences, main_clause
-from lmeval_prune.scoring.vocabulary import phrases, words
 
 _DIGIT = re.compile(r"[\d¼-¾⅐-⅞]")
 
@@ -23,40 +21,31 @@ _DIGIT = re.compile(r"[\d¼-¾⅐-⅞]")
 _NOTHING = re.compile(rf"\W*{phrases('nothing')}\b", re.IGNORECASE)  # no solution
 _BULLET = re.compile(r"^\s*(?:[-*•–—>]|\d{1,2}[.)])\s+")  # 1) 12
 _INVERTED = re.compile(phrases("inverted"), re.IGNORECASE)  # so 12 it is
-_BOLD_APPOSED = re.compile(  # a rise of **9** euros; it is step **9**
-    rf"\b(?:an? (?!{phrases('parts_of')}\b)[a-z]+ of|(?<=is ){phrases('numbered')}) (?=\*\*[$£€]?-?\d)"
-)
 _FOOTNOTE = re.compile(  # 12 [1]
-    r"(?<=[\w.%)}*`$]) ?\[(?:\d{1,2}|[a-z*†]|(?:see|note|from|source|step|table|ref) [^\]\n]{1,40})\](?=[\s.,;:!?]|$)"
-    r"|[†‡]|(?<![⁻⁰¹²³⁴-⁹])¹(?![⁰¹²³⁴-⁹])"
+    r"(?<=[\w.%)}*`$]) ?\[\d{1,2}\](?=[\s.,;:!?]|$)|(?<![⁻⁰¹²³⁴-⁹])¹(?![⁰¹²³⁴-⁹])"
 )
 _DOZENS = re.compile(rf"({phrases('computed')}[\d.,]*) dozens?\b")  # 36/12 = 3 dozen
 # is 12
-_STATES = re.compile(rf"=|\b{phrases('stating')}\s+(?:about |exactly |only |a total of )?[$£€]?-?\d", re.IGNORECASE)
+_STATES = re.compile(rf"=|\b{phrases('stating')}\s+[$£€]?-?\d", re.IGNORECASE)
 _PLANS = re.compile(phrases("planned"), re.IGNORECASE)  # next, we add 12
-_IN_ALL = re.compile(  # for a total of 12
-    r",?\s+for (?:a total of (?=[$£€]?\d)|(?=[$£€]?[\d.,]+ (?:in total|altogether|in all)\b))", re.IGNORECASE
-)
+_IN_ALL = re.compile(r",?\s+for (?=[$£€]?[\d.,]+ in total\b)", re.IGNORECASE)  # for 12 in total
 _CLAUSE = re.compile(  # so that it is 12
     r",?\s+(?:so|thus|hence|therefore|that|because|since)\s|(?<=[a-z])[,;]\s+(?=there|she|he|they|it|we|the|that)",
     re.IGNORECASE,
 )
 _NOT_BUT = re.compile(  # it is not 12 but 15
-    r"^.*?\b(?:isn't|is not|not)\b(?:[^,;]|,(?=\d)){1,40}?(?:[,;]\s*(?:it is|it's|rather)|[,;]?\s*but)\s+|^.*?不是[^,;，。]{1,20}[,，]?\s*而是"
+    r"^.*?\b(?:isn't|not)\b(?:[^,;]|,(?=\d)){1,40}?[,;]?\s*but\s+|^.*?不是[^,;，。]{1,20}[,，]?\s*而是"
 )
-# The correct choice is C; it is option C; option C is correct. What denies it.
-_CHOSEN = re.compile(
-    r"(?:\b(?:the|our|my) (?:(?:only|single|correct|right|best|final|matching) )*(?:choice|option|answer|letter)"
-    rf"(?: (?:that|which) (?!fails?\b)[a-z ]+)?,? {phrases('announcing_verbs')}"
-    r"|\b(?:it|this|that|which|i\.e\.,?)(?: (?:is|matches|means|gives|leaves))?(?= (?:option|choice))"
-    rf"|(?:^|[,;] )(?:{phrases('conclusions')}\b,? )?(?:(?:i|we|you) (?:(?:should|would|must|can|will) )?)?(?:choose|pick|select))"
+_CHOSEN = re.compile(  # the correct choice is C; it is option C; I choose C; option C is correct
+    rf"(?:\b(?:the|our|my) (?:(?:only|correct|right|best|final) )*(?:choice|option|answer|letter),? {phrases('announcing_verbs')}|\b(?:it|that)(?: (?:is|leaves))?(?= (?:option|choice))"
+    rf"|(?:^|[,;] )(?:{phrases('conclusions')}\b,? )?(?:(?:i|we) (?:would )?)?(?:choose|pick|select))"
     r":? (?:(?:option|choice|answer) )?\(?([A-K])\)?\W*$"
     rf"|(?:^|[,;] )(?:{phrases('conclusions')}\b,? )?(?:the )?(?:option|choice|answer) \(?([A-K])\)? is (?:correct|right)\W*$",
     re.IGNORECASE,
 )
 _CONDITION = re.compile(rf"\W*(?:{'|'.join(words('conditions'))})\b", re.IGNORECASE)  # since x > 0
 _REJECTION = re.compile(  # of another value: we reject 12
-    rf"(?:^|[,;.]\s+)(?:{phrases('conclusions')}\b,? |and )?(?:i|we|you|one) (?:\w+ ){{0,2}}{phrases('rejecting')}\b.*?(?=[,;]\s|\band\b|\W*$)",
+    rf"(?:^|[,;.]\s+)(?:{phrases('conclusions')}\b,? |and )?(?:i|we) {phrases('rejecting')}\b.*?(?=[,;]\s|\band\b|\W*$)",
     re.IGNORECASE,
 )
 _APPROXIMATION = re.compile(  # of a fraction: 5/6 ≈ 0.833; 5/6, or about 83%
@@ -74,22 +63,12 @@ _ALGEBRA = (
 )
 
 
-def _main_clause(sentence: str) -> str:
-    """Return the clause of a sentence with its last number, and a question mark after it."""
-    clauses = [clause for clause in _CLAUSE.split(sentence) if _DIGIT.search(clause)]
-    return clauses[-1] + ("?" if sentence.rstrip().endswith("?") else "") if clauses else sentence
-
-
 def _states_nothing(sentence: str) -> bool:
-    """Return whether a sentence calls its own value wrong, plans or denies."""
+    """Return whether a sentence calls its own value wrong, plans, or denies in the clause with its last number."""
     plans = _PLANS.search(sentence) and not _STATES.search(sentence)
-    return mistakes_of_others(sentence) or bool(plans or DENIED.search(_main_clause(sentence)))
-
-
-def _beside(sentence: str, rejection: re.Match[str]) -> str:
-    """Return what a sentence says before it rejects a value, unless that is a condition, or else after it."""
-    before = sentence[: rejection.start()]
-    return before if _DIGIT.search(before) and not _CONDITION.match(before) else sentence[rejection.end() :]
+    clauses = [clause for clause in _CLAUSE.split(sentence) if _DIGIT.search(clause)]
+    main = clauses[-1] + ("?" if sentence.rstrip().endswith("?") else "") if clauses else sentence
+    return mistakes_of_others(sentence) or bool(plans or DENIED.search(main))
 
 
 @dataclass(frozen=True)
@@ -129,7 +108,7 @@ class NumberReader:
             return None
         rejected: list[str] = []
         for sentence in concluding_sentences(text):
-            words = _BOLD_APPOSED.sub(": ", _FOOTNOTE.sub("", CONSENT.sub("", sentence)))
+            words = _FOOTNOTE.sub("", CONSENT.sub("", sentence))
             words = _FACTORIAL.sub(r" \\factorial ", words)
             words = _DOZENS.sub(r"\1", _NOT_BUT.sub("", plain(words)))
             if mistakes_of_others(words) and not _DIGIT.search(words):
@@ -138,7 +117,9 @@ class NumberReader:
                 return None
             if rejection := _REJECTION.search(words):
                 rejected += numbers_in(rejection.group())
-                words = _beside(words, rejection)
+                before = words[: rejection.start()]
+                is_stated = _DIGIT.search(before) and not _CONDITION.match(before)
+                words = before if is_stated else words[rejection.end() :]
             words = _APPROXIMATION.sub(r"\1", words) if self.exact else words
             if self.algebra and _ASSIGNMENTS.fullmatch(words) and not _CONDITION.match(words):
                 return None

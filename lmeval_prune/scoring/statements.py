@@ -12,9 +12,7 @@ import re
 from itertools import islice
 from typing import NamedTuple, Protocol
 
-from lmeval_prune.scoring.normalisation import clean, plain
-from lmeval_prune.scoring.retractions import end_of_first, taken_back
-from lmeval_prune.scoring.vocabulary import pattern, phrases
+from lmeval_prune.scoring.normalisation import clean, pattern, phrases, plain
 
 MARKED = frozenset({"boxed", "hashes", "phrase"})
 MAX_QUESTIONS = 5  # that a model asks itself: at so many its answer is looked for before it
@@ -94,7 +92,7 @@ _ASIDE = re.compile(r"[^()\n.]{0,20}\([^()\n.]{0,20}")
 _BRACE = re.compile(r"\\\\|\\[{}]|[{}]")
 _UNCLOSED = re.compile(r"[^$\n]{1,100}(?=\$)")  # $\boxed{\frac{5}{6}$
 # Between a mark and its value: arrows, emphasis, bullets, line ends; the last may be a minus after `####` or `=`.
-_AROUND = re.compile(r"(?:[-=]+>|[ \t*_:：#=\"']|\n\s*>?|[-–—•>](?=[ \t]+[^\s\d])|[-–—•][ \t]+(?=\S))*")
+_AROUND = re.compile(r"(?:[-=]+>|[ \t*_:：#=\"']|\n\s*>?|[-–—•][ \t]+(?=\S))*")
 _MINUS = re.compile(r"[#:=] *- +$")
 _FIRST_ITEM = re.compile(
     rf"1[.)] +(?!{phrases('reasons_after')}\b)(?=[A-Z*][^\n=]*\d)", re.IGNORECASE
@@ -115,17 +113,12 @@ def statements(text: str) -> list[Statement]:
         statement = None if in_a_box else _statement(text, mark, pairs)
         between = text[result[-1].end : statement.start] if statement and result else ""
         if statement and between and result[-1].how == statement.how == "boxed" and _JOINT.fullmatch(between):
-            result[-1] = _joined(result[-1], between, statement)
+            first, second = result[-1].content, statement.content  # a value that is repeated counts once
+            content = first if first.strip() == second.strip() else f"{first}{between.replace('$', '')}{second}"
+            result[-1] = result[-1]._replace(end=statement.end, content=content[: MAX_BOX + 1])  # too long, if cut
         elif statement and not (result and result[-1].how == "boxed" and _ASIDE.fullmatch(between)):
             result.append(statement)
     return result
-
-
-def _joined(first: Statement, between: str, second: Statement) -> Statement:
-    """Return two boxes that are one answer; a value that is repeated counts once."""
-    same = first.content.strip() == second.content.strip()
-    content = first.content if same else f"{first.content}{between.replace('$', '')}{second.content}"
-    return first._replace(end=second.end, content=content[: MAX_BOX + 1])  # too long for an answer, if cut
 
 
 def _statement(text: str, mark: re.Match[str], pairs: dict[int, int]) -> Statement | None:
@@ -207,13 +200,9 @@ _EXPLAINED = re.compile(  # an answer alone in the first line, and no conclusion
     re.IGNORECASE,
 )
 _ASSUMED = re.compile(  # before a statement, in its sentence
-    rf"\b(?:(?i:{phrases('assumed_before')})"
-    rf"|{phrases('others')} (?:might |may |could |would |will |often )?{phrases('others_say')}"
-    rf"|(?i:{phrases('others_answer')})\s*(?i:final\s*)?)\s*(?:that\s+|the\s+)*$"
-    rf"|\b(?i:{phrases('supposing')})\b(?![^,;.\n]*\b(?:we|then|you) (?:see|find|get|know|conclude|have)\b)[^,;.\n]*$"
-    r"|\b(?i:is|be) to (?:say|answer|claim|think)(?: that)?\s+(?:the\s+)?$"
-    r"|^\s*Had\b|\b(?i:check|test|verify)(?:ing|s)? (?:(?:our|the|this|that|my) )?$"
-    rf"|{phrases('assumed_before', 'zh')}[^，。；,;\n]*$"
+    rf"\b(?:(?i:{phrases('assumed_before')})|{phrases('others')} {phrases('others_say')})\s*(?:that\s+|the\s+)*$"
+    rf"|\b(?i:{phrases('supposing')})\b(?![^,;.\n]*\bwe see\b)[^,;.\n]*$"
+    rf"|^\s*Had\b|\b(?i:check|verify) (?:our )?$|{phrases('assumed_before', 'zh')}[^，。；,;\n]*$"
 )
 # Where an assumed statement ends.
 _BUT = re.compile(rf"[,;]\s*(?:{phrases('buts')}|{phrases('buts', 'zh')})", re.IGNORECASE)
@@ -312,16 +301,12 @@ def _extract(text: str, reader: Reader) -> Extraction:
         elif following.lstrip(" *_\"')").startswith(("?", "？")):
             remaining_text = _blanked(remaining_text, statement.start, statement.end)
         else:
-            answer = reader.read(_concluding_bold(statement, following, reader) or content, statement.how)
+            bold = _BOLD_END.search(following[-100:]) if statement.how != "boxed" else None  # which stands alone
+            content = bold[1] if bold and reader.is_bare(bold[1]) else content
+            answer = reader.read(content, statement.how)
             if answer is not None and not _begins_a_solution(statement, following, reader):
                 return Extraction(answer, statement.how)
     return _end(remaining_text, reader)
-
-
-def _concluding_bold(statement: Statement, following: str, reader: Reader) -> str:
-    """Return the bold bare answer that stands alone at the end, after an unboxed statement; else nothing."""
-    bold = _BOLD_END.search(following[-100:]) if statement.how != "boxed" else None
-    return bold[1] if bold and reader.is_bare(bold[1]) else ""
 
 
 def _end(text: str, reader: Reader) -> Extraction:
@@ -395,3 +380,81 @@ def sentences(text: str) -> list[str]:
     parts = [part.strip() for i, end in enumerate(ends[1:]) for part in re.split(r"(?<!\\)[;；]", tail[ends[i] : end])]
     rows = [part.strip("| \t").rpartition("|")[2] if part.startswith("|") else part for part in parts]
     return [row for row in rows if re.search(r"\w|[¼-¾]", row)]
+
+
+# --------------------------------------------------------------------------- taken back: called wrong, or turned from to another
+
+WINDOW = 600  # characters after a statement in which it can be taken back
+_FLAGS = re.IGNORECASE | re.MULTILINE
+# It says so: wherever this stands.
+_CALLED_WRONG = re.compile(f"{phrases('called_wrong')}|{phrases('called_wrong', 'zh')}", _FLAGS)
+# Of what others say, or of a number in its own sentence: some say 12, but that is not correct.
+_OF_OTHERS = re.compile(
+    rf"(?:\b{phrases('others_say')}\b(?! (?:so|this|that|it)\b)|\d)[^.;!?\n]*\bbut {phrases('called_wrong')}", _FLAGS
+)
+# It turns: at the beginning of a clause, and if another answer follows.
+_BEGINS = rf"(?:\A|(?<=[.!?。,;:—–(\n-]))[\s*_(\"'-]*(?:{phrases('before_a_turn')}\b[\s,]*)?"
+_TURN = re.compile(
+    rf"{_BEGINS}(?:\b{phrases('turns')}(?!\w)|{phrases('turns', 'zh')})"
+    f"|{phrases('turns_anywhere')}|{phrases('turns_anywhere', 'zh')}",
+    re.IGNORECASE,
+)
+# Another answer: a number or formula that is said of something, not one that counts something in passing.
+_OPENED = rf"(?:\*\*|[$£€\"'(\[]|\\boxed\s*\{{|\\[(\[]|\\frac|{phrases('giving_adverbs')})*"
+_GIVES = re.compile(
+    rf"(?:=|'s|\b{phrases('giving')}\b|{phrases('giving', 'zh')}|\A[\s,:*—–-]*)"
+    rf"\s*{_OPENED}[-−]?(?:\d|\\[a-zA-Z]|[a-z]\b\s*[=^+]|[¼-¾])",
+    re.IGNORECASE,
+)
+_REJECTS = re.compile(  # another: we rejected 40, as it is too big; the post said 40, which is a typo
+    rf"\b(?:(?i:{phrases('rejecting')})|{phrases('others')} {phrases('claiming')})\s[^.!?\n]*\d[^.!?\n]*$"
+)
+_WONDERS = re.compile(rf"\b{phrases('wondering')}\b[^.!?;\n]*$", re.IGNORECASE)  # if it should be 40
+_VALUE = re.compile(r"[\d$\\]")  # another
+_CONFIRMED = pattern("confirmed")  # after all: yes, that is correct
+_NUMBER_IS_WRONG = re.compile(rf"(-?\d[\d.,/]*)(?= (?:is|was) {phrases('wrong')})", _FLAGS)  # 12 is wrong
+
+
+def taken_back(following: str, content: str = "") -> re.Match[str] | None:
+    """Return the last of the words, before another value, with which what follows a statement takes it back.
+
+    None if it does not, or confirms it after all. It does if it calls the statement wrong, or turns to another value.
+
+    Args:
+        following: the text after the statement; its first `WINDOW` characters are looked at.
+        content: what was stated: a number that is called wrong must be in it.
+    """
+    near = following[:WINDOW]
+    numbers = (number for number in _NUMBER_IS_WRONG.finditer(near) if number[1] in content)
+    others = [mistake.end() for mistake in _OF_OTHERS.finditer(near)]
+    called = (
+        called
+        for called in _CALLED_WRONG.finditer(near)
+        if called.end() not in others and not _REJECTS.search(near, 0, called.start())
+    )
+    turns = (
+        turn
+        for turn in _TURN.finditer(near)
+        if _GIVES.search(near[turn.end() : turn.end() + 300]) and not _WONDERS.search(near, 0, turn.start())
+    )
+    signs = [sign for sign in (next(called, None) or next(numbers, None), next(turns, None)) if sign]
+    first = min(signs, key=lambda sign: sign.start(), default=None)
+    if first is None or _CONFIRMED.search(following, first.end(), first.end() + 300):
+        return None
+    later = (sign for kind in (_CALLED_WRONG, _TURN) for sign in kind.finditer(near, first.end()))
+    before_value = (sign for sign in later if not _VALUE.search(near, first.end(), sign.start()))
+    return max([first, *before_value], key=lambda sign: sign.end())  # sorry, I made a mistake: it should be
+
+
+def mistakes_of_others(sentence: str) -> bool:
+    """Return whether a sentence calls wrong what it says itself."""
+    return _OF_OTHERS.search(sentence) is not None
+
+
+def end_of_first(statement: str) -> int | None:
+    """Return where, within a statement, its first answer ends, if it is taken back there (`12, no, 15`; `12 is wrong`)."""
+    wrong = _NUMBER_IS_WRONG.search(statement)
+    if wrong:
+        return wrong.end()
+    turn = _TURN.search(statement) or _CALLED_WRONG.search(statement)
+    return turn.start() if turn else None

@@ -12,10 +12,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 
-from lmeval_prune.scoring.normalisation import line
+from lmeval_prune.scoring.normalisation import line, pattern, phrases
 from lmeval_prune.scoring.prose import number_of, numbers_in, read_number
 from lmeval_prune.scoring.statements import DENIED, MAX_PHRASE, sentences
-from lmeval_prune.scoring.vocabulary import pattern, phrases
 
 MAX_WORDS = 4  # of a bare answer in words
 # Words of prose, in a formula too, but no names of functions.
@@ -118,7 +117,9 @@ def stated_words(sentence: str, length: int) -> str:
 def _words_of_clause(sentence: str, length: int) -> str:
     """Return what the main clause says of its subject, or its subject, if it is ranked."""
     clause = main_clause(sentence)
-    copula = _copula(clause, sentence)
+    copula = _COPULA.match(clause)
+    if not copula and not _RANKED.search(clause):
+        copula = _COPULA.match(sentence.rstrip(" .!。"))
     subject, predicate = copula.groups() if copula else (clause, clause)
     ranked, pronoun = _RANKED.match(predicate) if copula else _RANKED.search(predicate), _PRONOUN.match(subject)
     if copula and _SUPPOSES.search(subject):
@@ -132,18 +133,9 @@ def _words_of_clause(sentence: str, length: int) -> str:
     first, than, _ = predicate.partition(" than ")
     if than and pronoun:  # more red than blue
         return " ".join(first.split()[-length:])
-    words = _first_words(subject, length)
-    return clause if words is None or " and " in first else words
-
-
-def _copula(clause: str, sentence: str) -> re.Match[str] | None:
-    return _COPULA.match(clause) or (None if _RANKED.search(clause) else _COPULA.match(sentence.rstrip(" .!。")))
-
-
-def _first_words(subject: str, length: int) -> str | None:
-    """Return the first `length` words of a subject; None if they go on with and, or, of."""
     words = _without_article(re.sub(r"^\w+ing (?=the\b|an?\b)", "", subject, flags=re.IGNORECASE).split())
-    return None if words[length : length + 1] in (["and"], ["or"], ["of"]) else " ".join(words[:length])
+    goes_on = words[length : length + 1] in (["and"], ["or"], ["of"])
+    return clause if goes_on or " and " in first else " ".join(words[:length])
 
 
 def _without_article(words: list[str]) -> list[str]:

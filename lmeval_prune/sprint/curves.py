@@ -10,7 +10,6 @@ import numpy as np
 
 from lmeval_prune.artefacts import digest, read_lines
 from lmeval_prune.errors import InputError
-from lmeval_prune.scoring.passes import pass_unbiased
 from lmeval_prune.sprint.outcomes import Outcomes, question_field
 from lmeval_prune.sprint.router import Policy
 

@@ -13,11 +13,11 @@ from torch import Tensor
 from lmeval_prune.artefacts import check_finite, digest
 from lmeval_prune.errors import InputError
 from lmeval_prune.models.head_router import DENSE
-from lmeval_prune.scoring.passes import pass_ordered
 from lmeval_prune.sprint.options import FitOptions
 from lmeval_prune.sprint.outcomes import Outcomes
 from lmeval_prune.sprint.router import Router, embed, fingerprint, load_encoder, warn_of_long_texts
 from lmeval_prune.sprint.routers import Examples
+from lmeval_prune.tasks.tries import pass_ordered
 
 
 def fit(outcomes: Outcomes, encoder: str, options: FitOptions | None = None) -> Router:

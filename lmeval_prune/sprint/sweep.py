@@ -31,8 +31,7 @@ from lmeval_prune.models.pruned_server import PrunedServerLM
 from lmeval_prune.sprint.options import DEFAULT_LAYERS, SweepOptions
 from lmeval_prune.sprint.outcomes import Outcomes, OutcomeStore
 from lmeval_prune.tasks import compat, tries
-from lmeval_prune.tasks.code import code_digest
-from lmeval_prune.tasks.loading import load_tasks, task_manager
+from lmeval_prune.tasks.loading import code_digest, load_tasks, task_manager
 from lmeval_prune.tasks.splits import scored_splits, split_names, unnamed_exemplar_split
 
 logger = logging.getLogger(__name__)

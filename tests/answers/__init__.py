@@ -12,7 +12,7 @@ Each `.jsonl` file here is one question put to them; each of its lines is a form
 | `near_misses` | what is nearly a gold answer of MATH, in a box | wrong |
 | `text` | words, times, ratios, several numbers | both |
 | `equations` | expressions, whose value counts | both |
-| `scoring_md` | named texts that were scored wrongly once | both |
+| `scoring_md` | named texts that were scored wrongly once, or are read in a certain way | both |
 | `blind/first`, `blind/second` | texts written without sight of code and corpus; what was misread was mended | both |
 | `blind/third` | the same, first read after that | both |
 | `blind/fourth`, `blind/fifth` | the same, written and first read after all earlier mending | both |
@@ -253,13 +253,13 @@ def _perturbed(case: Case) -> Iterator[Case]:
 
 def score(case: Case) -> dict[str, Any]:
     """Scores a case as the project's tasks do."""
-    from lmeval_prune.tasks import results
+    from lmeval_prune.tasks import scorers
 
     scorers: dict[str, Callable[[Row, list[str]], dict[str, Any]]] = {
-        "number": results.number,
-        "mathematics": results.mathematics,
-        "text": results.text_or_number,
-        "equation": results.equation,
+        "number": scorers.number,
+        "mathematics": scorers.mathematics,
+        "text": scorers.text_or_number,
+        "equation": scorers.equation,
     }
     return scorers[case.kind](case.row, [case.text])
 

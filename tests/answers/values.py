@@ -209,4 +209,3 @@ VALUES: dict[str, Callable[[Random], Value]] = {
     "MATH: column": _matrix,
     "MATH: union": _union,
 }
-AMOUNTS = ("integer", "decimal", "thousands", "money", "unit", "MATH: integer")

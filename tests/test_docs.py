@@ -111,7 +111,7 @@ def test_arguments_and_families_of_the_pages_are_those_of_the_code() -> None:
     rows = re.findall(r"^\| (`.+?) \|", section(ROOT / "docs/pruned-hf.md", "Arguments"), re.MULTILINE)
     named = {name for row in rows for name in re.findall(r"`(\w+)", row)}
     assert {*METHODS, "mask", "responses", "engine", "router"} <= named <= set(argument_names())
-    known = section(ROOT / "docs/families.md", "Known and recognised")
+    known = section(ROOT / "docs/pruning.md", "Families")
     families = known.partition("Other families")[0].partition("hand:")[2]
     assert set(re.findall(r"[a-z][\w-]*", families)) - {"encoders", "encoder-decoders"} == set(FAMILIES)
 

@@ -8,8 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-# The title of a folder of docs/results, the command that makes its files, and the commit that made the report; the page
-# of the same name explains them.
+# The title of a folder of docs/results, the command that makes its files, and the commit that made the report.
 FOLDERS = {
     "athena": (
         "ATHENA on the embedded encoder",
@@ -51,6 +50,11 @@ FOLDERS = {
         "e7760e37 (pictures 7c50aa78, map d513a835)",
     ),
 }
+# The page that explains a folder, where it has another name.
+EXPLAINED = {
+    "athena": "distillation", "baselines": "pruning", "depth": "pruning", "grid": "compare", "sprint_race": "sprint",
+    "token_filtering": "methods",
+}  # fmt: skip
 # Where a file records no single clean commit: the one that wrote it.
 WRITTEN = {
     "baselines": "f3ad7366", "baselines_cpu": "090d2383", "depth": "48e40d8d", "distillation": "e8836950",
@@ -76,7 +80,7 @@ def page(root: Path) -> str:
         if folder.name not in FOLDERS:
             raise SystemExit(f"docs/results/{folder.name} has no command; add it to FOLDERS in {__file__}")
         title, command, commit = FOLDERS[folder.name]
-        names = [f"docs/{folder.name}.md", f"docs/{folder.name.replace('_', '-')}.md"]
+        names = [f"docs/{name}.md" for name in (EXPLAINED.get(folder.name, ""), folder.name.replace("_", "-"))]
         document = next((root / name for name in names if (root / name).is_file()), None)
         explained = f", explained in [{document.stem}](docs/{document.name})" if document else ""
         parts += [f"## {title}", f"`{command}` at {commit}{explained}."]

@@ -26,11 +26,7 @@ FOLDERS = {
         "python benchmarks/baselines_result.py --report",
         "f3ad7366 (picture a564ca63)",
     ),
-    "decoding": (
-        "The decoding engine, in parts",
-        "python benchmarks/sweep_speed.py --parts factors",
-        "bebfe022 (commands of other figures are in their files)",
-    ),
+    "decoding": ("The decoding engine, in parts", "python benchmarks/sweep_speed.py --parts factors", "bebfe022"),
     "depth": ("Whole layers and blocks", "python benchmarks/depth_result.py --report", "48e40d8d"),
     "distillation": (
         "Recursive distillation",
@@ -56,10 +52,8 @@ FOLDERS = {
     ),
 }
 # The page that explains a folder, where it has another name.
-PAGES = {
-    "athena": "distillation", "baselines": "pruning", "depth": "pruning", "grid": "compare", "sprint_race": "sprint",
-    "token_filtering": "methods",
-}  # fmt: skip
+PAGES = {"athena": "distillation", "baselines": "pruning", "depth": "pruning", "grid": "compare",
+         "sprint_race": "sprint", "token_filtering": "methods"}  # fmt: skip
 # Where a file records no single clean commit: the one that wrote it.
 WRITTEN = {
     "baselines": "f3ad7366", "baselines_cpu": "090d2383", "depth": "48e40d8d", "distillation": "e8836950",

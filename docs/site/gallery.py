@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-# The title of a folder of docs/results, the command that makes its files, and the commit that made the report.
+# The title of a folder of docs/results, the command that makes its files, and the commit that made the report; PAGES: its page.
 FOLDERS = {
     "athena": (
         "ATHENA on the embedded encoder",
@@ -51,7 +51,6 @@ FOLDERS = {
         "e7760e37 (pictures 7c50aa78, map d513a835)",
     ),
 }
-# The page that explains a folder, where it has another name.
 PAGES = {"athena": "distillation", "baselines": "pruning", "depth": "pruning", "grid": "compare",
          "sprint_race": "sprint", "token_filtering": "methods"}  # fmt: skip
 # Where a file records no single clean commit: the one that wrote it.

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-# The title of a folder of docs/results, the command that makes its files, and the commit that made the report; PAGES: its page.
+# Of a folder of docs/results: its title, the command and the commit that made it; PAGES: the page that explains it.
 FOLDERS = {
     "athena": (
         "ATHENA on the embedded encoder",

@@ -15,7 +15,7 @@ FLOORS = [
     ],
     [
         ("models", "pruned-hf, store of answers"),
-        ("planning", "prune, own answers"),
+        ("planning", "importance, prune, cut"),
         ("comparison", "tests, page, distances"),
     ],
     [("export", "adapters, GGUF, servers"), ("surgery", "executes a plan"), ("pruners", "scores, budgets, plans")],
@@ -32,7 +32,7 @@ BESIDE = [
     ("tasks", "lm-eval's YAML and\nits Python", 2.0),
     ("scoring", "reads and compares\nanswers", 3.4),
     ("reporting", "statistics, tables,\nplot style", 5.3),
-    ("artefacts · errors", "used by all", 6.6),
+    ("config · artefacts · errors", "used by all", 6.6),
 ]
 
 

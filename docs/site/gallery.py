@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-# The title of a folder of docs/results, the command that makes its files, and the commit that made the report.
+# Of a folder of docs/results: its title, the command and the commit that made it; PAGES: the page that explains it.
 FOLDERS = {
     "athena": (
         "ATHENA on the embedded encoder",
@@ -26,6 +26,7 @@ FOLDERS = {
         "python benchmarks/baselines_result.py --report",
         "f3ad7366 (picture a564ca63)",
     ),
+    "decoding": ("The decoding engine, in parts", "python benchmarks/sweep_speed.py --parts factors", "bebfe022"),
     "depth": ("Whole layers and blocks", "python benchmarks/depth_result.py --report", "48e40d8d"),
     "distillation": (
         "Recursive distillation",
@@ -50,11 +51,8 @@ FOLDERS = {
         "e7760e37 (pictures 7c50aa78, map d513a835)",
     ),
 }
-# The page that explains a folder, where it has another name.
-EXPLAINED = {
-    "athena": "distillation", "baselines": "pruning", "depth": "pruning", "grid": "compare", "sprint_race": "sprint",
-    "token_filtering": "methods",
-}  # fmt: skip
+PAGES = {"athena": "distillation", "baselines": "pruning", "depth": "pruning", "grid": "compare",
+         "sprint_race": "sprint", "token_filtering": "methods"}  # fmt: skip
 # Where a file records no single clean commit: the one that wrote it.
 WRITTEN = {
     "baselines": "f3ad7366", "baselines_cpu": "090d2383", "depth": "48e40d8d", "distillation": "e8836950",
@@ -80,10 +78,8 @@ def page(root: Path) -> str:
         if folder.name not in FOLDERS:
             raise SystemExit(f"docs/results/{folder.name} has no command; add it to FOLDERS in {__file__}")
         title, command, commit = FOLDERS[folder.name]
-        names = [f"docs/{name}.md" for name in (EXPLAINED.get(folder.name, ""), folder.name.replace("_", "-"))]
-        document = next((root / name for name in names if (root / name).is_file()), None)
-        explained = f", explained in [{document.stem}](docs/{document.name})" if document else ""
-        parts += [f"## {title}", f"`{command}` at {commit}{explained}."]
+        document = root / f"docs/{PAGES.get(folder.name, folder.name.replace('_', '-'))}.md"
+        parts += [f"## {title}", f"`{command}` at {commit}, explained in [{document.stem}](docs/{document.name})."]
         files = sorted(path for path in folder.iterdir() if path.is_file())
         shown = [path for path in files if path.suffix == ".png"]
         others = [path for path in files if path.suffix not in (".png", ".svg")]

@@ -12,6 +12,7 @@ from lmeval_prune.artefacts import digest, read_lines
 from lmeval_prune.errors import InputError
 from lmeval_prune.sprint.outcomes import Outcomes, question_field
 from lmeval_prune.sprint.router import Policy
+from lmeval_prune.tasks.tries import pass_unbiased
 
 
 @dataclass(frozen=True)

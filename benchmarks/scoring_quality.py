@@ -5,7 +5,7 @@
 The corpus is `tests/answers`: forms of an answer with the verdict of a fair reader. Rates are averaged over forms, each
 counted once: they say which forms fail, not how often a model uses them. Texts written blind are counted, and answers
 drawn by combination are rated by seed. Published solutions are judged without their marked last line, beside the
-publishers' verdicts. Writes `results/scoring_quality.json` and the tables in `docs/scoring.md`.
+publishers' verdicts. Writes `results/scoring_quality.json` and the tables in `docs/results/scoring/tables.md`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from tests.answers import BLIND, SLOW, TARGETS, Case, cases, judge, load, rate, 
 from tests.answers.combinations import drawn  # noqa: E402
 
 OURS, STRICT, FLEXIBLE, MINERVA, MATH_VERIFY = "ours", "strict-match", "flexible-extract", "minerva_math", "math-verify"
-DOCUMENT = ROOT / "docs" / "scoring.md"
+DOCUMENT = ROOT / "docs/results/scoring/tables.md"
 SCORERS = {"number": [OURS, STRICT, FLEXIBLE, MATH_VERIFY], "mathematics": [OURS, MINERVA, MATH_VERIFY]}  # others: ours
 SEEDS, DRAWS = (1, 2, 3), 2000  # of combinations
 ERRORS = ["missed", "accepted", "taken back: missed", "taken back: accepted"]

@@ -43,6 +43,7 @@ FOLDERS = {
         "python benchmarks/pruning_result.py",
         "59c78370 (picture 5cd05dea)",
     ),
+    "scoring": ("How well answers are scored", "make scoring-report", "34fb7324 (families left out: 3e71e7b)"),
     "smaller_model": ("A smaller model", "python benchmarks/smaller_model_picture.py", "df130eb0"),
     "sprint": ("SPRINT against sampling", "python benchmarks/sprint_result.py", "94200958 (pictures 2c26f9a7)"),
     "token_filtering": (
@@ -52,12 +53,12 @@ FOLDERS = {
     ),
 }
 PAGES = {"athena": "distillation", "baselines": "pruning", "depth": "pruning", "grid": "compare",
-         "sprint_race": "sprint", "token_filtering": "methods"}  # fmt: skip
+         "scoring": "tasks", "sprint_race": "sprint", "token_filtering": "methods"}  # fmt: skip
 # Where a file records no single clean commit: the one that wrote it.
 WRITTEN = {
     "baselines": "f3ad7366", "baselines_cpu": "090d2383", "depth": "48e40d8d", "distillation": "e8836950",
     "distillation_recipes": "ed93acbd", "engine_matrix": "d87d7a88", "grid_page": "a1a0ca94",
-    "memory_limit": "209df50c", "pruning": "779630a4", "scoring_quality": "4f19a715", "scoring_speed": "d0ed3fa4",
+    "memory_limit": "209df50c", "pruning": "779630a4", "scoring_speed": "d0ed3fa4",
     "serving": "209df50c", "smaller_model_cpu": "05dde7ad", "smaller_model_gpu": "2f5804df",
     "smaller_model_greedy": "b4a59f96", "smaller_model_untrained": "69e1a559", "smaller_model_verdict": "df130eb0",
     "sprint_race": "7ddf599a", "sprint_result": "94200958", "sweep_again": "bebfe022", "sweep_factors": "bebfe022",

@@ -197,7 +197,7 @@ def model_args() -> str:
     parts = [
         "# model_args",
         "What `--model_args` of `lm_eval` and `sweep` and `model:` of a grid accept, made from the code. "
-        "[pruned-hf](../docs/pruned-hf.md) and [pruned-server](../docs/pruned-server.md) explain them.",
+        "[pruned-hf](../docs/pruned-hf.md) and [pruned-server](../docs/serving.md#evaluate-on-a-server) explain them.",
         "## pruned-hf",
         "Every argument of lm-eval's `hf`, and:",
         table(HEAD, field_rows(Arguments, skip=("interventions", "others"))),
@@ -228,7 +228,7 @@ def grid(root: Path) -> str:
     parts = [
         "# Grid YAML",
         documentation.partition("\n")[2].strip(),
-        "[Grid](../docs/grid.md) explains how it is run and compared; this page is made from the code.",
+        "[Compare](../docs/compare.md#grid) explains how it is run and compared; this page is made from the code.",
         "## The grid",
         f"`model:` has model_args that all variants share, `variants:` names them, `seed:` is lm-eval's seeds. "
         f"Settings of tasks ({', '.join(f'`{name}`' for name in SHARED_TASK_SETTINGS)}) can be set for all tasks.",

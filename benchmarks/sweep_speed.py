@@ -37,7 +37,7 @@ from lm_eval.models.huggingface import HFLM
 from lmeval_prune.architectures import ModelMap, map_model
 from lmeval_prune.checkpoints import embedded
 from lmeval_prune.decoding import Engine, Schedule, attention
-from lmeval_prune.decoding.prefixes import common_prefixes
+from lmeval_prune.decoding.groups import common_prefixes
 from lmeval_prune.interventions import HeadMask
 from lmeval_prune.models import generation
 from lmeval_prune.models.generation import loglikelihoods

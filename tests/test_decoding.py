@@ -19,10 +19,9 @@ from transformers.generation.logits_process import TopHLogitsWarper
 from lmeval_prune import InputError
 from lmeval_prune.architectures import map_model
 from lmeval_prune.decoding import Engine, Request, SamplingParams, Schedule, Stopping
-from lmeval_prune.decoding.drafts import NgramIndex
 from lmeval_prune.decoding.kv_cache import KVCache
 from lmeval_prune.decoding.sampling import Sampler, cumulative_distribution, draw, near_tied_argmax
-from lmeval_prune.decoding.scheduler import Scheduler
+from lmeval_prune.decoding.scheduler import NgramIndex, Scheduler
 from lmeval_prune.interventions import HeadMask
 from lmeval_prune.interventions.token_filter import TokenFilter
 

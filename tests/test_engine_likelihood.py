@@ -21,7 +21,7 @@ from torch import nn
 from lmeval_prune import InputError
 from lmeval_prune.architectures import map_model
 from lmeval_prune.decoding import Engine, LikelihoodRequest
-from lmeval_prune.decoding.token_tree import TokenTree
+from lmeval_prune.decoding.tree import TokenTree
 from lmeval_prune.grid.worker import VariantLM
 from lmeval_prune.interventions import HeadMask
 from lmeval_prune.interventions.token_filter import TokenFilter
@@ -97,7 +97,7 @@ def small_passes(monkeypatch: pytest.MonkeyPatch) -> Any:
     def patch(tokens: int, block: int, logits: int) -> None:
         monkeypatch.setattr("lmeval_prune.decoding.likelihood.PASS", tokens)
         monkeypatch.setattr("lmeval_prune.decoding.likelihood.LOGITS", logits)
-        monkeypatch.setattr("lmeval_prune.decoding.tree_attention.BLOCK", block)
+        monkeypatch.setattr("lmeval_prune.decoding.tree.BLOCK", block)
 
     return patch
 
@@ -133,7 +133,7 @@ def check_any_tree(family: str, seed: int, tokens: int, block: int, rows: int, m
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("lmeval_prune.decoding.likelihood.PASS", tokens)
         patch.setattr("lmeval_prune.decoding.likelihood.LOGITS", rows * VOCABULARY)
-        patch.setattr("lmeval_prune.decoding.tree_attention.BLOCK", block)
+        patch.setattr("lmeval_prune.decoding.tree.BLOCK", block)
         check(Engine(model, memory=memory), tree_requests(model, seed))
 
 

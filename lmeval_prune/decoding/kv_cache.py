@@ -21,8 +21,15 @@ from typing import Any, cast
 import torch
 
 from lmeval_prune.attributes import replaced
-from lmeval_prune.decoding.attention import AttentionOptions, SlotAttention
-from lmeval_prune.decoding.attention_layout import Layout, Part, Prefix, neighbouring_parts, padded_parts
+from lmeval_prune.decoding.attention import (
+    AttentionOptions,
+    Layout,
+    Part,
+    Prefix,
+    SlotAttention,
+    neighbouring_parts,
+    padded_parts,
+)
 from lmeval_prune.interventions.attention_call import (
     AttentionCall,
     Packed,

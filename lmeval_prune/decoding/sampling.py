@@ -12,8 +12,7 @@ import torch
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
 from lmeval_prune.architectures.precision import refuse_nan
-from lmeval_prune.decoding.request import Request, SamplingParams
-from lmeval_prune.decoding.stopping import Stopping
+from lmeval_prune.decoding.request import Request, SamplingParams, Stopping
 
 
 def near_tied_argmax(logits: torch.Tensor) -> torch.Tensor:

@@ -27,10 +27,10 @@ from lmeval_prune.decoding.groups import PromptGroup, prompt_groups, share_prefi
 from lmeval_prune.decoding.kv_cache import KVCache
 from lmeval_prune.decoding.likelihood import ComparisonRun, Likelihood, LikelihoodRequest, LikelihoodRun, Reduce
 from lmeval_prune.decoding.memory import InsufficientMemoryError, available_memory
-from lmeval_prune.decoding.model_runner import ModelRunner, refuse_locked
+from lmeval_prune.decoding.model_runner import ModelRunner, Statistics, refuse_locked
 from lmeval_prune.decoding.request import Request, SamplingParams, Stopping, end_tokens
 from lmeval_prune.decoding.sampling import Sampler
-from lmeval_prune.decoding.scheduler import Schedule, Scheduler, Statistics
+from lmeval_prune.decoding.scheduler import Schedule, Scheduler
 from lmeval_prune.errors import InputError
 from lmeval_prune.interventions import interventions_on
 
@@ -136,7 +136,8 @@ class Engine:
         Yields:
             A request and its result.
         """
-        return self._scored(requests, lambda: LikelihoodRun(self.model_map, requests, self._memory, dtype))
+        run = LikelihoodRun(self.model_map, requests, self._memory, self.statistics, dtype)
+        return self._scored(requests, run)
 
     def compare(
         self, requests: Sequence[LikelihoodRequest], reduce: Reduce
@@ -153,11 +154,10 @@ class Engine:
         Yields:
             A request and its reduced logits, (tokens of the continuation, columns), on the CPU.
         """
-        return self._scored(requests, lambda: ComparisonRun(self.model_map, requests, self._memory, reduce))
+        run = ComparisonRun(self.model_map, requests, self._memory, self.statistics, reduce)
+        return self._scored(requests, run)
 
-    def _scored(
-        self, requests: Sequence[LikelihoodRequest], make_run: Callable[[], LikelihoodRun]
-    ) -> Generator[tuple[LikelihoodRequest, Any]]:
+    def _scored(self, requests: Sequence[LikelihoodRequest], run: LikelihoodRun) -> Generator[Any]:
         self._check_masks(requests)
         longest = max((len(request.context) + len(request.continuation) - 1 for request in requests), default=0)
         if longest > self.context:
@@ -166,14 +166,9 @@ class Engine:
             return
         if reason := self.unscored:
             raise InputError(f"the engine computes no log-likelihoods of this model: {reason}")
-        run = make_run()
-        try:
-            for request, result in run.results():
-                self.statistics.scored += 1
-                yield request, result
-        finally:
-            self.statistics.layer_tokens += run.layer_tokens
-            self.statistics.head_tokens += run.head_tokens
+        for scored in run.results():
+            self.statistics.scored += 1
+            yield scored
 
     def _check_masks(self, requests: Sequence[Request] | Sequence[LikelihoodRequest]) -> None:
         # by identity: equal masks may differ in `allow_empty_layer`
@@ -205,10 +200,8 @@ class Engine:
                 if not prefixes:
                     raise
         cache = KVCache(min(rows, len(requests)), longest, block)
-        with ModelRunner.attached(self.model_map, cache, masks) as runner:
-            scheduler = Scheduler(
-                runner, deque(groups), sampler, self.statistics, schedule, self.deterministic, leaders
-            )
+        with ModelRunner.attached(self.model_map, cache, masks, self.statistics) as runner:
+            scheduler = Scheduler(runner, deque(groups), sampler, schedule, self.deterministic, leaders)
             for sequence in scheduler.answers():
                 yield sequence.request, sequence.answer
 

@@ -21,7 +21,7 @@ from lmeval_prune.decoding.groups import SharedPrefix
 from lmeval_prune.decoding.kv_cache import KVCache
 from lmeval_prune.decoding.likelihood import LikelihoodRequest, LikelihoodRun
 from lmeval_prune.decoding.memory import available_memory
-from lmeval_prune.decoding.model_runner import Chunk, ModelRunner, lock_model, refuse_locked
+from lmeval_prune.decoding.model_runner import Chunk, ModelRunner, Statistics, lock_model, refuse_locked
 from lmeval_prune.decoding.request import Request, SamplingParams, Stopping
 from lmeval_prune.decoding.sampling import RefuseNaN
 from lmeval_prune.errors import first_line
@@ -120,7 +120,7 @@ def _decoding_differences(model_map: ModelMap) -> tuple[list[float], float]:
     with _fixed_decisions(model):
         expected = _logits(model, tokens)
         cache = KVCache(2, length)
-        with ModelRunner.attached(model_map, cache, [None]) as runner:
+        with ModelRunner.attached(model_map, cache, [None], Statistics()) as runner:
 
             def run(start: int, stop: int, skip: int = 0, prefix: int = 0, *args: Any, keep: Any = frozenset()) -> Any:
                 """Run a span of tokens in two slots, whose first `prefix` tokens are a prefix."""
@@ -160,7 +160,7 @@ def _likelihood_differences(model_map: ModelMap) -> tuple[list[float], float]:
     differences = []
     with _fixed_decisions(model):
         logits = [_logits(model, text) for text in texts]
-        for request, result in LikelihoodRun(model_map, requests, memory=1, most_tokens=4).results():
+        for request, result in LikelihoodRun(model_map, requests, 1, Statistics(), most_tokens=4).results():
             expected = logits[request.tag][:-1].log_softmax(-1).cpu()
             chosen = expected.gather(1, torch.tensor(request.continuation)[:, None])[:, 0]
             differences.append(float((result.logprobs.float() - chosen).abs().max()))

@@ -18,7 +18,7 @@ import torch
 
 from lmeval_prune.architectures import ModelMap
 from lmeval_prune.decoding.groups import number_masks
-from lmeval_prune.decoding.model_runner import GPU_PASS, PASS, Chunk, ModelRunner
+from lmeval_prune.decoding.model_runner import GPU_PASS, PASS, Chunk, ModelRunner, Statistics
 from lmeval_prune.decoding.request import token_ids
 from lmeval_prune.decoding.tree import TokenTree, TreeCache
 from lmeval_prune.errors import InputError
@@ -26,6 +26,11 @@ from lmeval_prune.interventions.head_mask import HeadMask
 
 SEGMENT = 512  # largest number of tokens in a segment: later tokens of a long text are masked by segments
 LOGITS, GPU_LOGITS = 1 << 25, 1 << 28  # largest number of logits computed at once
+CHUNKS = 8  # a comparison divides this number: its reduction needs several tensors of a chunk's size
+
+# Gets tokens, (rows,), and the logits before them, (rows, vocabulary): of the unpruned model, then of each mask,
+# computed when the iterator reaches them. Yields a tensor (rows, columns) for each mask.
+Reduce = Callable[[torch.Tensor, Iterator[torch.Tensor]], Iterator[torch.Tensor]]
 
 
 @dataclass(frozen=True)
@@ -65,12 +70,7 @@ class Text:
 
     tokens: tuple[int, ...]  # without the last, whose logits are not needed
     continuation: tuple[int, ...]
-    begin: int  # index of its first log-probability in those of all texts
-
-    @property
-    def end(self) -> int:
-        """Return the index after its last log-probability."""
-        return self.begin + len(self.continuation)
+    part: slice  # of the log-probabilities of all texts
 
 
 @dataclass(eq=False)
@@ -82,9 +82,13 @@ class Variant:
     requests: dict[int, list[LikelihoodRequest]]  # by number of the text
     scored: np.ndarray  # whether it has the text, by index of log-probabilities
     needs: np.ndarray  # whether it has a text through a segment, by number of the segment
-    logprobs: torch.Tensor | None = None
-    is_greedy: torch.Tensor | None = None
-    values: torch.Tensor | None = None  # of a comparison, (log-probabilities, columns)
+    values: torch.Tensor | None = None  # (log-probabilities, columns)
+
+    def store(self, index: torch.Tensor, values: torch.Tensor, count: int) -> None:
+        """Store values, (index, columns), of `count` log-probabilities in all."""
+        if self.values is None:
+            self.values = torch.zeros(count, values.shape[1], dtype=values.dtype)
+        self.values[index] = values.cpu()
 
 
 class Texts:
@@ -99,8 +103,9 @@ class Texts:
             if key not in self.numbers:
                 self.numbers[key] = len(self.texts)
                 tokens = (request.context + request.continuation)[:-1]
-                self.texts.append(Text(tokens, request.continuation, self.count))
-                self.count = self.texts[-1].end
+                end = self.count + len(request.continuation)
+                self.texts.append(Text(tokens, request.continuation, slice(self.count, end)))
+                self.count = end
         self.tree = TokenTree((text.tokens for text in self.texts), longest)
         self.paths = [self.tree.path(text.tokens) for text in self.texts]
         self.complete: dict[int, list[int]] = defaultdict(list)  # texts by their last segment
@@ -113,7 +118,7 @@ class Texts:
                 stop = min(start + len(self.tree.segments[segment].tokens), len(text.tokens))
                 for position in range(max(start, first), stop):
                     i = position - first
-                    rows[segment].append((position - start, text.continuation[i], text.begin + i))
+                    rows[segment].append((position - start, text.continuation[i], text.part.start + i))
                 if start <= first:
                     break
         # by segment: offset of a token with logits, the token whose log-probability is needed, and the index of this
@@ -128,6 +133,7 @@ class LikelihoodRun:
         requests: all requests.
         memory: bytes for keys, values and kept hidden states; masks that do not fit together run one group after
             another.
+        statistics: counts what runs.
         dtype: of the log-softmax; None: of the logits.
         most_tokens: largest number of tokens in a pass.
 
@@ -146,16 +152,17 @@ class LikelihoodRun:
         model_map: ModelMap,
         requests: Sequence[LikelihoodRequest],
         memory: int,
+        statistics: Statistics,
         dtype: torch.dtype | None = None,
         most_tokens: int | None = None,
     ) -> None:
         self.model_map, self.requests, self.memory, self.dtype = model_map, requests, memory, dtype
+        self.statistics = statistics
         model: Any = model_map.model
         parameter, config = next(model.parameters()), model.config.get_text_config()
         self.is_gpu, self.element_size, self.width = parameter.is_cuda, parameter.element_size(), config.hidden_size
         self.most_tokens = most_tokens or (GPU_PASS if self.is_gpu else PASS)
         self.most_rows = max((GPU_LOGITS if self.is_gpu else LOGITS) // config.vocab_size, 1)
-        self.layer_tokens = self.head_tokens = 0
 
     def results(self) -> Generator[tuple[LikelihoodRequest, Any]]:
         """Yield each request and its result after the pass of its last token."""
@@ -169,15 +176,11 @@ class LikelihoodRun:
             longest_segment = min(SEGMENT, self.most_tokens)
             self.texts = Texts((request for mask in group for request in by_mask[mask]), longest_segment)
             cache: Any = TreeCache(self.texts.tree)
-            with ModelRunner.attached(self.model_map, cache, group) as self.runner:
+            with ModelRunner.attached(self.model_map, cache, group, self.statistics) as self.runner:
                 variants = [self._variant(number, numbers[mask][1], by_mask[mask]) for number, mask in enumerate(group)]
-                try:
-                    for segments in self.texts.tree.passes(self.most_tokens):
-                        cache.start_pass(segments)
-                        yield from self._run_pass(variants, segments)
-                finally:
-                    self.layer_tokens += self.runner.layer_tokens
-                    self.head_tokens += self.runner.head_tokens
+                for segments in self.texts.tree.passes(self.most_tokens):
+                    cache.start_pass(segments)
+                    yield from self._run_pass(variants, segments)
 
     def _groups(self, masks: Sequence[tuple[HeadMask | None, int]], longest: int) -> list[list[HeadMask | None]]:
         """Divide masks with their first layers, highest first, into groups whose stored tokens fit into memory."""
@@ -206,7 +209,7 @@ class LikelihoodRun:
             by_text[texts.numbers[request.context, request.continuation]].append(request)
         scored, needs = np.zeros(texts.count, bool), np.zeros(len(texts.tree.segments), bool)
         for number in by_text:
-            scored[texts.texts[number].begin : texts.texts[number].end] = True
+            scored[texts.texts[number].part] = True
             needs[texts.paths[number]] = True
         return Variant(mask, first_layer, by_text, scored, needs)
 
@@ -247,13 +250,11 @@ class LikelihoodRun:
             )
             for number in segments
         ]
-        if layer_inputs is None:
-            _, inputs = self.runner.forward(chunks)
-        else:
+        start, hidden = 0, None
+        if layer_inputs is not None:
             start = variant.first_layer
-            _, inputs = self.runner.forward(
-                chunks, start, torch.cat([layer_inputs[number][start] for number in segments])
-            )
+            hidden = torch.cat([layer_inputs[number][start] for number in segments])
+        _, inputs = self.runner.forward(chunks, start, hidden)
         return dict(zip(segments, inputs, strict=True))
 
     def _read(self, variant: Variant, outputs: dict[int, dict[int, torch.Tensor]]) -> None:
@@ -275,37 +276,29 @@ class LikelihoodRun:
             row, token, index = rows[:, (rows[0] >= begin) & (rows[0] < end)]
             row, token = (row - begin).to(runner.device), token.to(runner.device)
             logprobs = torch.log_softmax(runner.head(states[begin:end], variant.mask), -1, dtype=self.dtype)
-            if variant.logprobs is None or variant.is_greedy is None:
-                variant.logprobs = torch.zeros(texts.count, dtype=logprobs.dtype)
-                variant.is_greedy = torch.zeros(texts.count, dtype=torch.bool)
-            variant.logprobs[index] = logprobs[row, token].cpu()
-            variant.is_greedy[index] = (logprobs.argmax(-1)[row] == token).cpu()
+            is_greedy = logprobs.argmax(-1)[row] == token
+            values = torch.stack([logprobs[row, token], is_greedy.to(logprobs.dtype)], dim=1)
+            variant.store(index, values, texts.count)
 
     def _complete(self, variant: Variant, segments: Iterable[int]) -> Generator[tuple[LikelihoodRequest, Any]]:
-        texts = self.texts
         for segment in segments:
-            for number in texts.complete.get(segment, ()):
+            for number in self.texts.complete.get(segment, ()):
                 if requests := variant.requests.get(number):
-                    result = self._result(variant, slice(texts.texts[number].begin, texts.texts[number].end))
+                    assert variant.values is not None
+                    result = self._result(variant.values[self.texts.texts[number].part].clone())
                     yield from ((request, result) for request in requests)
 
-    def _result(self, variant: Variant, part: slice) -> Any:
-        assert variant.logprobs is not None and variant.is_greedy is not None
-        return Likelihood(variant.logprobs[part].clone(), bool(variant.is_greedy[part].all()))
-
-
-CHUNKS = 8  # a chunk of a log-likelihood's logits is divided by this: a reduction needs several tensors of its size
-
-# Gets tokens, (rows,), and the logits before them, (rows, vocabulary): of the unpruned model, then of each mask,
-# computed when the iterator reaches them. Yields a tensor (rows, columns) for each mask.
-Reduce = Callable[[torch.Tensor, Iterator[torch.Tensor]], Iterator[torch.Tensor]]
+    def _result(self, values: torch.Tensor) -> Any:
+        return Likelihood(values[:, 0].contiguous(), bool(values[:, 1].all()))
 
 
 class ComparisonRun(LikelihoodRun):
-    """Reduces the logits of the unpruned model and of masks.
+    """Reduces the logits of the unpruned model and of masks, side by side at the same positions of the texts.
+
+    All masks run a pass before its logits are computed, chunk by chunk.
 
     Args:
-        model_map, memory: as for `LikelihoodRun`.
+        model_map, memory, statistics: as for `LikelihoodRun`.
         requests: all requests; the result of each is a tensor (tokens of its continuation, columns), on the CPU.
         reduce: called with each chunk.
     """
@@ -313,8 +306,15 @@ class ComparisonRun(LikelihoodRun):
     leaders = (None,)
     kept_inputs = 2  # also the last layer's outputs, until all masks have run
 
-    def __init__(self, model_map: ModelMap, requests: Sequence[LikelihoodRequest], memory: int, reduce: Reduce) -> None:
-        super().__init__(model_map, requests, memory)
+    def __init__(
+        self,
+        model_map: ModelMap,
+        requests: Sequence[LikelihoodRequest],
+        memory: int,
+        statistics: Statistics,
+        reduce: Reduce,
+    ) -> None:
+        super().__init__(model_map, requests, memory, statistics)
         self.reduce = reduce
         self.most_rows = max(self.most_rows // CHUNKS, 1)
 
@@ -345,10 +345,7 @@ class ComparisonRun(LikelihoodRun):
             logits = (runner.head(rows[chunk], variant.mask) for rows, variant in zip(states, variants, strict=True))
             reduced = self.reduce(tokens[chunk].to(runner.device), logits)
             for variant, values in zip(variants[1:], reduced, strict=True):
-                if variant.values is None:
-                    variant.values = torch.zeros(texts.count, *values.shape[1:], dtype=values.dtype)
-                variant.values[index[chunk]] = values.cpu()
+                variant.store(index[chunk], values, texts.count)
 
-    def _result(self, variant: Variant, part: slice) -> torch.Tensor:
-        assert variant.values is not None
-        return variant.values[part].clone()
+    def _result(self, values: torch.Tensor) -> torch.Tensor:
+        return values

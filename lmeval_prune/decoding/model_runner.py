@@ -113,6 +113,26 @@ class LayerSkip:
                 self._list[index] = layer
 
 
+@dataclass
+class Statistics:
+    """Counters of the engine's runs."""
+
+    answers: int = 0
+    answer_tokens: int = 0
+    prompt_tokens: int = 0  # of leaders, after common prefixes
+    follow_tokens: int = 0  # tokens of prompts and leaders' answers that followers run from their first pruned layer up
+    followed: int = 0  # answer tokens that followers share with their leader
+    steps: int = 0  # decoding steps of all running rows
+    step_rows: int = 0  # rows, summed over these steps
+    step_tokens: int = 0  # tokens, summed over these steps (more than rows if there are drafts)
+    drafted: int = 0  # proposed draft tokens
+    draft_accepted: int = 0
+    scored: int = 0  # results of `Engine.score`
+    alone: int = 0  # near-ties decided in a batch of one
+    layer_tokens: int = 0  # tokens × layers
+    head_tokens: int = 0  # tokens whose logits were computed
+
+
 @dataclass(frozen=True)
 class Chunk:
     """New tokens of one sequence."""
@@ -129,7 +149,13 @@ class ModelRunner:
     """A model with the cache's attention, skippable layers and a mask for each row; see `ModelRunner.attached`."""
 
     def __init__(
-        self, model_map: ModelMap, cache: KVCache, skip: LayerSkip, rows: RowMasks, masks: Sequence[HeadMask | None]
+        self,
+        model_map: ModelMap,
+        cache: KVCache,
+        skip: LayerSkip,
+        rows: RowMasks,
+        masks: Sequence[HeadMask | None],
+        statistics: Statistics,
     ) -> None:
         self._model_map = model_map
         self._model: Any = model_map.model
@@ -140,11 +166,13 @@ class ModelRunner:
         self.device = input_device(self._model)
         self.layers = len(model_map.attention)
         self.cache = cache
-        self.layer_tokens = self.head_tokens = 0  # tokens × layers, and tokens with logits, so far
+        self.statistics = statistics
 
     @classmethod
     @contextmanager
-    def attached(cls, model_map: ModelMap, cache: KVCache, masks: Sequence[HeadMask | None]) -> Iterator[ModelRunner]:
+    def attached(
+        cls, model_map: ModelMap, cache: KVCache, masks: Sequence[HeadMask | None], statistics: Statistics
+    ) -> Iterator[ModelRunner]:
         """Change a model inside the block; refuse unsuitable layers or masks. `Chunk.mask` refers to `masks`."""
         skip, rows = LayerSkip(model_map), RowMasks()
         with lock_model(model_map), ExitStack() as stack:
@@ -152,7 +180,7 @@ class ModelRunner:
             # also without masks: under an intervention no compiled code runs, which would keep these changes
             stack.enter_context(rows.applied_to(model_map.model, model_map))
             stack.enter_context(skip.installed())
-            yield cls(model_map, cache, skip, rows, masks)
+            yield cls(model_map, cache, skip, rows, masks, statistics)
 
     def forward(
         self, batch: Sequence[Chunk], start: int = 0, hidden: torch.Tensor | None = None
@@ -182,8 +210,8 @@ class ModelRunner:
         packing = self.cache.packing(Packed(*columns), self.device)
         with replaced(self._skip, current=current), packing as layout:
             logits = self._logits(tokens, masks, layout.positions, with_logits)
-        self.layer_tokens += len(tokens) * (self.layers - start)
-        self.head_tokens += len(with_logits)
+        self.statistics.layer_tokens += len(tokens) * (self.layers - start)
+        self.statistics.head_tokens += len(with_logits)
         layer_inputs = [  # copies: a view would keep the whole batch in memory
             {layer: current.layer_inputs[layer][0, slice(*ends)].clone() for layer in chunk.keep}
             for chunk, ends in zip(batch, pairwise(starts), strict=True)
@@ -193,7 +221,7 @@ class ModelRunner:
     def head(self, hidden: torch.Tensor, mask: int) -> torch.Tensor:
         """Return the logits of outputs of the last layer, (tokens, vocabulary); `hidden` is (tokens, width)."""
         count = len(hidden)
-        self.head_tokens += count
+        self.statistics.head_tokens += count
         with replaced(self._skip, current=PartialPass(self.layers, hidden.unsqueeze(0))):
             positions = torch.zeros(count, dtype=torch.long, device=self.device)
             logits = self._logits([0] * count, [mask] * count, positions, range(count))

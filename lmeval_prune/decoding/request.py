@@ -208,13 +208,12 @@ class Stopping:
             return False
         if self.think_end in (None, "") or tokens[-1] == self.tokenizer.eos_token_id:  # which ends a thought, too
             return True
-        return any(stop_text in self._after_thought(tokens) for stop_text in stop)
-
-    def _after_thought(self, tokens: Sequence[int]) -> str:
         if isinstance(self.think_end, str):
-            return str(self.tokenizer.decode(tokens).partition(self.think_end)[2])
-        start = tokens.index(self.think_end) + 1 if self.think_end in tokens else len(tokens)
-        return str(self.tokenizer.decode(tokens[start:]))
+            after = self.tokenizer.decode(tokens).partition(self.think_end)[2]
+        else:
+            start = tokens.index(self.think_end) + 1 if self.think_end in tokens else len(tokens)
+            after = self.tokenizer.decode(tokens[start:])
+        return any(stop_text in after for stop_text in stop)
 
     def _may_complete(self, token: int, stop: tuple[str, ...]) -> bool:
         """Return whether a token may complete a stop text: it has the last character of one, or part of a character.

@@ -33,26 +33,6 @@ FREE_SHARE = 0.04  # share of free rows from which waiting prompts are started: 
 LEAST_PASS = 512  # tokens of a pass from which matrix products are nearly as fast as they get
 
 
-@dataclass
-class Statistics:
-    """Counters of the engine's runs."""
-
-    answers: int = 0
-    answer_tokens: int = 0
-    prompt_tokens: int = 0  # of leaders, after common prefixes
-    follow_tokens: int = 0  # tokens of prompts and leaders' answers that followers run from their first pruned layer up
-    followed: int = 0  # answer tokens that followers share with their leader
-    steps: int = 0  # decoding steps of all running rows
-    step_rows: int = 0  # rows, summed over these steps
-    step_tokens: int = 0  # tokens, summed over these steps (more than rows if there are drafts)
-    drafted: int = 0  # proposed draft tokens
-    draft_accepted: int = 0
-    scored: int = 0  # results of `Engine.score`
-    alone: int = 0  # near-ties decided in a batch of one
-    layer_tokens: int = 0  # tokens × layers
-    head_tokens: int = 0  # tokens whose logits were computed
-
-
 @dataclass(frozen=True)
 class Schedule(Settings):
     """Switches and bounds of the engine's optimisations.
@@ -148,7 +128,6 @@ class Scheduler:
     runner: ModelRunner
     waiting: deque[PromptGroup]  # groups that have not started
     sampler: Sampler
-    statistics: Statistics
     schedule: Schedule  # its budget is set, and `follow` is 0 if `share` is false
     deterministic: bool  # decide near-ties in a batch of one
     max_leaders: int  # largest number of leaders with followers that run at the same time
@@ -157,11 +136,10 @@ class Scheduler:
     drafter: Drafter = field(default_factory=Drafter)
 
     def __post_init__(self) -> None:
-        self.capacity = self.runner.cache.count
+        self.capacity, self.statistics = self.runner.cache.count, self.runner.statistics
 
     def answers(self) -> Iterator[Sequence]:
         """Yield each sequence when it ends."""
-        before = (self.statistics.layer_tokens, self.statistics.head_tokens)
         while self.waiting or self.ready or self.active:
             with torch.inference_mode():
                 if self._starts_requests():
@@ -169,8 +147,6 @@ class Scheduler:
                 if not any(row.ended for row in self.active):
                     self._step()
                 ended = self._remove_ended()
-            self.statistics.layer_tokens = before[0] + self.runner.layer_tokens
-            self.statistics.head_tokens = before[1] + self.runner.head_tokens
             yield from ended
 
     # ------------------------------------------------------------------ starting and ending
@@ -244,10 +220,9 @@ class Scheduler:
     def _activate(self, row: Sequence) -> Sequence:
         row.slot = len(self.active)
         row.end_tokens = self.sampler.stopping.ends(row.request.params)
-        if prefix := row.group.prefix:
-            self.runner.cache.begin(row.slot, prefix.for_mask(row.mask, self.runner), prefix.is_copied)
-        else:
-            self.runner.cache.begin(row.slot, None, is_copied=False)
+        shared = row.group.prefix
+        prefix = shared.for_mask(row.mask, self.runner) if shared else None
+        self.runner.cache.begin(row.slot, prefix, is_copied=bool(shared and shared.is_copied))
         self.active.append(row)
         return row
 
@@ -353,11 +328,7 @@ class Scheduler:
         the slot that it leaves. In the last block, the last row moves.
         """
         block = self.runner.cache.block or 1 << 30
-        while True:
-            start = (slot // block + 1) * block
-            next_block = self.active[start : start + block]
-            if not next_block:
-                break
+        while next_block := self.active[(start := (slot // block + 1) * block) : start + block]:
             slot = self._move(max(next_block, key=lambda row: row.cached), slot)
         if slot < len(self.active) - 1:
             self._move(self.active[-1], slot)

@@ -47,10 +47,7 @@ class TokenTree:
                 self._leaves.append(sequence)
         self._leaves.reverse()
         self._last_segments = [0] * len(self._leaves)
-        self._build(longest)
-
-    def _build(self, longest: int) -> None:
-        """Create the segments: a range of sorted leaves shares what its first and its last leaf share."""
+        # a range of sorted leaves shares what its first and its last leaf share
         stack: list[tuple[int, int, int, int | None]] = [(0, len(self._leaves), 0, None)]
         while stack:
             first, last, depth, parent = stack.pop()
@@ -131,22 +128,19 @@ class TreeLayout:
         """Return the additive mask of a part, (queries, keys); None if each query sees each key."""
         key = (id(part), window, dtype)
         if key not in self._masks:
-            self._masks[key] = self._mask(part, window, dtype)
+            positions = self.positions[part.queries, None]
+            if isinstance(part.keys, slice):
+                key_positions = self.positions[part.keys]
+            else:
+                key_positions = torch.arange(part.key_start, part.key_start + part.key_count, device=positions.device)
+            hidden = torch.zeros(len(positions), len(key_positions), dtype=torch.bool, device=positions.device)
+            if part.keys == part.queries:
+                index = torch.arange(part.queries.start, part.queries.stop, device=positions.device)
+                hidden |= (index > index[:, None]) | (index[:, None] >= self.visible_until[part.keys])
+            if window is not None:
+                hidden |= key_positions <= positions - window
+            self._masks[key] = additive_mask(hidden, dtype) if hidden.any() else None
         return self._masks[key]
-
-    def _mask(self, part: TreePart, window: int | None, dtype: torch.dtype) -> torch.Tensor | None:
-        positions = self.positions[part.queries, None]
-        if isinstance(part.keys, slice):
-            key_positions = self.positions[part.keys]
-        else:
-            key_positions = torch.arange(part.key_start, part.key_start + part.key_count, device=positions.device)
-        hidden = torch.zeros(len(positions), len(key_positions), dtype=torch.bool, device=positions.device)
-        if part.keys == part.queries:
-            index = torch.arange(part.queries.start, part.queries.stop, device=positions.device)
-            hidden |= (index > index[:, None]) | (index[:, None] >= self.visible_until[part.keys])
-        if window is not None:
-            hidden |= key_positions <= positions - window
-        return additive_mask(hidden, dtype) if hidden.any() else None
 
 
 class TreeCache(Store):
@@ -193,26 +187,22 @@ class TreeCache(Store):
                 layout.own.append(TreePart(slice(begin, end), slice(begin, end)))
                 i, is_block = ends[i], True
                 continue
-            segment = slice(begin, starts[i + 1])
-            layout.own.append(TreePart(segment, segment))
-            if end > segment.stop:
-                layout.above.append(TreePart(slice(segment.stop, end), segment))
+            own = slice(begin, starts[i + 1])
+            layout.own.append(TreePart(own, own))
+            if end > own.stop:
+                layout.above.append(TreePart(slice(own.stop, end), own))
             i, is_block = i + 1, False
-        layout.above += self._stored_parts(slots, starts)
-        return layout
-
-    def _stored_parts(self, slots: list[int], starts: list[int]) -> list[TreePart]:
-        """Return a part for each stored segment that is above segments of a batch."""
-        running, parts = set(slots), dict[int, TreePart]()
-        for slot in slots:
+        running, stored = set(slots), set[int]()
+        for slot in slots:  # stored segments above those of the batch
             above = self._parent(slot)
-            while above is not None and above not in running and above not in parts:
+            while above is not None and above not in running and above not in stored:
                 first, end = bisect_left(slots, above), bisect_left(slots, self._end(above))
                 segment = self.tree.segments[above % self.size]
                 queries = slice(starts[first], starts[end])
-                parts[above] = TreePart(queries, above, segment.start, len(segment.tokens))
+                layout.above.append(TreePart(queries, above, segment.start, len(segment.tokens)))
+                stored.add(above)
                 above = self._parent(above)
-        return list(parts.values())
+        return layout
 
     def _end(self, slot: int) -> int:
         return slot - slot % self.size + self.tree.segments[slot % self.size].end

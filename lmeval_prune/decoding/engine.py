@@ -149,7 +149,7 @@ class Engine:
 
         Args:
             requests: in any order, each with a mask.
-            reduce: called with the tokens of a chunk and with the logits before them, see `comparison.Reduce`.
+            reduce: called with the tokens of a chunk and with the logits before them, see `likelihood.Reduce`.
 
         Yields:
             A request and its reduced logits, (tokens of the continuation, columns), on the CPU.

@@ -12,15 +12,13 @@ copied into each slot. A long one is stored once, and offsets begin after it.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, cast
 
 import torch
 
-from lmeval_prune.attributes import replaced
 from lmeval_prune.decoding.attention import (
     AttentionOptions,
     Layout,
@@ -148,8 +146,9 @@ class KVCache(Store):
                 return padded_parts(rows, device)
         return neighbouring_parts(rows, self.block or 1 << 30)
 
-    def _layout(self, packed: Packed, device: torch.device) -> Layout:
-        """Lay out a pass in which each token has a query, and its offset counts all tokens after the prefix."""
+    def lay_out(self, packed: Packed, device: torch.device) -> Layout:
+        """Begin a pass in which each token has a query, and its offset counts all tokens after the prefix."""
+        self._reset_states.clear()
         columns = zip(packed.slots, packed.starts, packed.counts, strict=True)
         rows = [(slot, self.copied[slot] + start, count) for slot, start, count in columns]
         slots = [slot for slot, _, count in rows for _ in range(count)]
@@ -167,14 +166,6 @@ class KVCache(Store):
                 prefixes[prefix] = torch.tensor(tokens, device=device)
                 positions[prefixes[prefix]] += prefix.length
         return Layout(parts, index[0], index[1], positions, prefixes=prefixes)
-
-    @contextmanager
-    def packing(self, packed: Packed, device: torch.device) -> Iterator[Layout]:
-        """Set the packed batch of the forward passes in this context."""
-        layout = self._layout(packed, device)
-        self._reset_states.clear()
-        with replaced(self, packed=packed, layout=layout):
-            yield layout
 
     def state(self, call: AttentionCall, owner: Hashable, make: Callable[[], State]) -> State:
         """Return a handler's state in a layer; see `Store`."""

@@ -152,21 +152,22 @@ class ModelRunner:
         self,
         model_map: ModelMap,
         cache: KVCache,
-        skip: LayerSkip,
-        rows: RowMasks,
         masks: Sequence[HeadMask | None],
         statistics: Statistics,
+        stack: ExitStack,
     ) -> None:
-        self._model_map = model_map
-        self._model: Any = model_map.model
-        self._skip = skip
+        stack.enter_context(lock_model(model_map))
+        self._skip, rows = LayerSkip(model_map), RowMasks()
+        replace_attention(model_map, cache, stack)
+        # also without masks: under an intervention no compiled code runs, which would keep these changes
+        stack.enter_context(rows.applied_to(model_map.model, model_map))
+        stack.enter_context(self._skip.installed())
         self._masking: Callable[..., AbstractContextManager[None]] = nullcontext
         if any(masks):
             self._masking = partial(rows.using, rows.table(masks))
-        self.device = input_device(self._model)
-        self.layers = len(model_map.attention)
-        self.cache = cache
-        self.statistics = statistics
+        self._model_map, self._model = model_map, cast(Any, model_map.model)
+        self.device, self.layers = input_device(self._model), len(model_map.attention)
+        self.cache, self.statistics = cache, statistics
 
     @classmethod
     @contextmanager
@@ -174,13 +175,8 @@ class ModelRunner:
         cls, model_map: ModelMap, cache: KVCache, masks: Sequence[HeadMask | None], statistics: Statistics
     ) -> Iterator[ModelRunner]:
         """Change a model inside the block; refuse unsuitable layers or masks. `Chunk.mask` refers to `masks`."""
-        skip, rows = LayerSkip(model_map), RowMasks()
-        with lock_model(model_map), ExitStack() as stack:
-            replace_attention(model_map, cache, stack)
-            # also without masks: under an intervention no compiled code runs, which would keep these changes
-            stack.enter_context(rows.applied_to(model_map.model, model_map))
-            stack.enter_context(skip.installed())
-            yield cls(model_map, cache, skip, rows, masks, statistics)
+        with ExitStack() as stack:
+            yield cls(model_map, cache, masks, statistics, stack)
 
     def forward(
         self, batch: Sequence[Chunk], start: int = 0, hidden: torch.Tensor | None = None
@@ -207,8 +203,9 @@ class ModelRunner:
         columns = zip(*((chunk.slot, chunk.cached, len(chunk.tokens)) for chunk in batch), strict=True)
         keep = frozenset[int]().union(*(chunk.keep for chunk in batch))
         current = PartialPass(start, None if hidden is None else hidden.unsqueeze(0), keep)
-        packing = self.cache.packing(Packed(*columns), self.device)
-        with replaced(self._skip, current=current), packing as layout:
+        packed = Packed(*columns)
+        layout = self.cache.lay_out(packed, self.device)
+        with replaced(self._skip, current=current), replaced(self.cache, packed=packed, layout=layout):
             logits = self._logits(tokens, masks, layout.positions, with_logits)
         self.statistics.layer_tokens += len(tokens) * (self.layers - start)
         self.statistics.head_tokens += len(with_logits)

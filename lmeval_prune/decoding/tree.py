@@ -12,14 +12,12 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 
-from lmeval_prune.attributes import replaced
 from lmeval_prune.decoding.attention import AttentionOptions, join_attention
 from lmeval_prune.interventions.attention_call import AttentionCall, Packed, Store, UnsupportedAttention, additive_mask
 
@@ -163,14 +161,7 @@ class TreeCache(Store):
             for slot in [slot for slot in stored if self.tree.segments[slot % self.size].end <= segments.start]:
                 del stored[slot]
 
-    @contextmanager
-    def packing(self, packed: Packed, device: torch.device) -> Iterator[TreeLayout]:
-        """Set the packed batch of the forward passes in this context."""
-        layout = self._layout(packed, device)
-        with replaced(self, packed=packed, layout=layout):
-            yield layout
-
-    def _layout(self, packed: Packed, device: torch.device) -> TreeLayout:
+    def lay_out(self, packed: Packed, device: torch.device) -> TreeLayout:
         """Lay out segments in the order of their slots."""
         slots, starts = list(packed.slots), list(accumulate(packed.counts, initial=0))
         # after the last segment below each segment, as an index in the batch

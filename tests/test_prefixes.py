@@ -16,8 +16,8 @@ from tiny_models import BY_GENERATE, CAUSAL, VOCABULARY, Letters, quick
 
 from lmeval_prune import InputError
 from lmeval_prune.decoding import Engine, Request, SamplingParams, Schedule
-from lmeval_prune.decoding.attention import AttentionOptions, join_attention
 from lmeval_prune.decoding.groups import SharedPrefix, common_prefixes
+from lmeval_prune.decoding.kv_cache import AttentionOptions, join_attention
 from lmeval_prune.interventions import HeadMask
 from lmeval_prune.interventions.token_filter import TokenFilter
 

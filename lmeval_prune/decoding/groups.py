@@ -11,8 +11,7 @@ from itertools import pairwise
 import torch
 
 from lmeval_prune.architectures import ModelMap
-from lmeval_prune.decoding.attention import Prefix
-from lmeval_prune.decoding.kv_cache import KVCache, SlotCopy
+from lmeval_prune.decoding.kv_cache import KVCache, Prefix, SlotCopy
 from lmeval_prune.decoding.model_runner import Chunk, ModelRunner
 from lmeval_prune.decoding.request import Request
 from lmeval_prune.decoding.tree import common_length

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from lmeval_prune.decoding.attention import AttentionOptions, join_attention
+from lmeval_prune.decoding.kv_cache import AttentionOptions, join_attention
 from lmeval_prune.interventions.attention_call import AttentionCall, Packed, Store, UnsupportedAttention, additive_mask
 
 Tokens = tuple[int, ...]

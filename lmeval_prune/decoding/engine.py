@@ -154,7 +154,7 @@ class Engine:
         Yields:
             A request and its reduced logits, (tokens of the continuation, columns), on the CPU.
         """
-        run = ComparisonRun(self.model_map, requests, self._memory, self.statistics, reduce)
+        run = ComparisonRun(self.model_map, requests, self._memory, self.statistics, reduce=reduce)
         return self._scored(requests, run)
 
     def _scored(self, requests: Sequence[LikelihoodRequest], run: LikelihoodRun) -> Generator[Any]:

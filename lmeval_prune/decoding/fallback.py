@@ -133,10 +133,9 @@ def _decoding_differences(model_map: ModelMap) -> tuple[list[float], float]:
             # a token filter skips one token of the first pass, and the only token of the third
             try:
                 layer_inputs = run(0, end, keep=frozenset({middle}))
-            except (UnsupportedAttention, torch.OutOfMemoryError):
-                raise
             except Exception as error:
-                if cache.keys or getattr(model, "_supports_attention_backend", True):
+                is_clear = isinstance(error, UnsupportedAttention | torch.OutOfMemoryError)
+                if is_clear or cache.keys or getattr(model, "_supports_attention_backend", True):
                     raise
                 raise UnsupportedAttention("interface") from error
             if not cache.keys:

@@ -298,23 +298,15 @@ class ComparisonRun(LikelihoodRun):
     All masks run a pass before its logits are computed, chunk by chunk.
 
     Args:
-        model_map, memory, statistics: as for `LikelihoodRun`.
-        requests: all requests; the result of each is a tensor (tokens of its continuation, columns), on the CPU.
+        args: as for `LikelihoodRun`; a result is a tensor (tokens of its continuation, columns), on the CPU.
         reduce: called with each chunk.
     """
 
     leaders = (None,)
     kept_inputs = 2  # also the last layer's outputs, until all masks have run
 
-    def __init__(
-        self,
-        model_map: ModelMap,
-        requests: Sequence[LikelihoodRequest],
-        memory: int,
-        statistics: Statistics,
-        reduce: Reduce,
-    ) -> None:
-        super().__init__(model_map, requests, memory, statistics)
+    def __init__(self, *args: Any, reduce: Reduce) -> None:
+        super().__init__(*args)
         self.reduce = reduce
         self.most_rows = max(self.most_rows // CHUNKS, 1)
 

@@ -11,7 +11,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -200,7 +200,8 @@ class Engine:
                 if not prefixes:
                     raise
         cache = KVCache(min(rows, len(requests)), longest, block)
-        with ModelRunner.attached(self.model_map, cache, masks, self.statistics) as runner:
+        with ExitStack() as stack:
+            runner = ModelRunner(self.model_map, cache, masks, self.statistics, stack)
             scheduler = Scheduler(runner, deque(groups), sampler, schedule, self.deterministic, leaders)
             for sequence in scheduler.answers():
                 yield sequence.request, sequence.answer

@@ -120,7 +120,8 @@ def _decoding_differences(model_map: ModelMap) -> tuple[list[float], float]:
     with _fixed_decisions(model):
         expected = _logits(model, tokens)
         cache = KVCache(2, length)
-        with ModelRunner.attached(model_map, cache, [None], Statistics()) as runner:
+        with ExitStack() as stack:
+            runner = ModelRunner(model_map, cache, [None], Statistics(), stack)
 
             def run(start: int, stop: int, skip: int = 0, prefix: int = 0, *args: Any, keep: Any = frozenset()) -> Any:
                 """Run a span of tokens in two slots, whose first `prefix` tokens are a prefix."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -176,7 +177,8 @@ class LikelihoodRun:
             longest_segment = min(SEGMENT, self.most_tokens)
             self.texts = Texts((request for mask in group for request in by_mask[mask]), longest_segment)
             cache: Any = TreeCache(self.texts.tree)
-            with ModelRunner.attached(self.model_map, cache, group, self.statistics) as self.runner:
+            with ExitStack() as stack:
+                self.runner = ModelRunner(self.model_map, cache, group, self.statistics, stack)
                 variants = [self._variant(number, numbers[mask][1], by_mask[mask]) for number, mask in enumerate(group)]
                 for segments in self.texts.tree.passes(self.most_tokens):
                     cache.start_pass(segments)

@@ -1,4 +1,4 @@
-"""A stock model that runs packed batches of differently pruned sequences."""
+"""A stock model that runs packed batches of differently pruned sequences, from any layer up."""
 
 from __future__ import annotations
 
@@ -146,7 +146,10 @@ class Chunk:
 
 
 class ModelRunner:
-    """A model with the cache's attention, skippable layers and a mask for each row; see `ModelRunner.attached`."""
+    """A model with the cache's attention, skippable layers and a mask for each row, until `stack` is closed.
+
+    `Chunk.mask` refers to `masks`. Refuses unsuitable layers or masks.
+    """
 
     def __init__(
         self,
@@ -168,15 +171,6 @@ class ModelRunner:
         self._model_map, self._model = model_map, cast(Any, model_map.model)
         self.device, self.layers = input_device(self._model), len(model_map.attention)
         self.cache, self.statistics = cache, statistics
-
-    @classmethod
-    @contextmanager
-    def attached(
-        cls, model_map: ModelMap, cache: KVCache, masks: Sequence[HeadMask | None], statistics: Statistics
-    ) -> Iterator[ModelRunner]:
-        """Change a model inside the block; refuse unsuitable layers or masks. `Chunk.mask` refers to `masks`."""
-        with ExitStack() as stack:
-            yield cls(model_map, cache, masks, statistics, stack)
 
     def forward(
         self, batch: Sequence[Chunk], start: int = 0, hidden: torch.Tensor | None = None

@@ -36,8 +36,8 @@ from lm_eval.models.huggingface import HFLM
 
 from lmeval_prune.architectures import ModelMap, map_model
 from lmeval_prune.checkpoints import embedded
-from lmeval_prune.decoding import Engine, Schedule, attention
-from lmeval_prune.decoding.prefixes import common_prefixes
+from lmeval_prune.decoding import Engine, Schedule, kv_cache
+from lmeval_prune.decoding.groups import common_prefixes
 from lmeval_prune.interventions import HeadMask
 from lmeval_prune.models import generation
 from lmeval_prune.models.generation import loglikelihoods
@@ -450,7 +450,7 @@ def best_batch(work: Work, pairs: Pairs, batches: Sequence[int]) -> tuple[int, d
 
 def by_sdpa(work: Work, pairs: Pairs) -> dict:
     """Answer by the engine without the compiled attention."""
-    with patch.object(attention, "_COMPILED", ()):
+    with patch.object(kv_cache, "_COMPILED", ()):
         return work.by_engine(pairs, work.engine())
 
 

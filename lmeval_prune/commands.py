@@ -154,7 +154,7 @@ def profile(
     check_writable(folder / "profile.json")
     import torch
 
-    from lmeval_prune.decoding.speed import EngineSpeed
+    from lmeval_prune.decoding.engine import EngineSpeed
     from lmeval_prune.profiling.speed import Workload, environment, generate_rate, measure_models, write
 
     torch.set_num_threads(threads)

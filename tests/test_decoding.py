@@ -13,16 +13,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tiny_models import BY_GENERATE, CAUSAL, VOCABULARY, Letters, quick, tiny
 from torch import nn
-from transformers import EpsilonLogitsWarper, EtaLogitsWarper, GenerationConfig, TypicalLogitsWarper
+from transformers import EpsilonLogitsWarper, EtaLogitsWarper, GenerationConfig, MinPLogitsWarper, TypicalLogitsWarper
 from transformers.generation.logits_process import TopHLogitsWarper
 
 from lmeval_prune import InputError
 from lmeval_prune.architectures import map_model
 from lmeval_prune.decoding import Engine, Request, SamplingParams, Schedule, Stopping
-from lmeval_prune.decoding.drafts import NgramIndex
 from lmeval_prune.decoding.kv_cache import KVCache
 from lmeval_prune.decoding.sampling import Sampler, cumulative_distribution, draw, near_tied_argmax
-from lmeval_prune.decoding.scheduler import Scheduler
+from lmeval_prune.decoding.scheduler import NgramIndex, Scheduler
 from lmeval_prune.interventions import HeadMask
 from lmeval_prune.interventions.token_filter import TokenFilter
 
@@ -132,47 +131,32 @@ def test_sliding_windows(family: str, changes: dict[str, Any]) -> None:
         assert result[request.tag] == alone(model, request), request
 
 
-CASES: dict[str, Any] = {
-    "family": st.sampled_from(["llama", "qwen2", "qwen3", "gemma2", "mistral", "gpt_neox", "gpt2"]),
-    "seed": st.integers(0, 10**6),
-    "block": st.sampled_from([1, 2, 3, 16, None]),
-    "options": st.fixed_dictionaries(
+@settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    family=st.sampled_from(["llama", "qwen2", "qwen3", "gemma2", "mistral", "gpt_neox", "gpt2"]),
+    seed=st.integers(0, 10**6),
+    block=st.sampled_from([1, 2, 3, 16, None]),
+    top=st.fixed_dictionaries({"max_rows": st.integers(1, 9), "deterministic": st.booleans()}),
+    schedule=st.fixed_dictionaries(
         {
-            "max_rows": st.integers(1, 9),
             "follow": st.sampled_from([0, 1, 3, 16]),
             "share": st.booleans(),
             "refill": st.booleans(),
             "drafts": st.sampled_from([0, 1, 8]),
             "budget": st.sampled_from([0, 6, 40]),
-            "deterministic": st.booleans(),
         }
     ),
-}
-
-
-def check_any_options_and_order(family: str, seed: int, block: int, options: dict[str, Any]) -> None:
+)
+def test_any_options_and_order_give_what_generate_gives(
+    family: str, seed: int, block: int, top: dict[str, Any], schedule: dict[str, Any]
+) -> None:
     model = model_of(family)
     requests = some_requests(model, seed, prompts=3, per_prompt=4)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("lmeval_prune.decoding.engine.BLOCK", block)
-        schedule = dict(options)
-        top = {name: schedule.pop(name) for name in ("max_rows", "deterministic")}
         result = answers(Engine(model, Letters(), schedule=Schedule(**schedule), **top), requests)
     for request in requests:
         assert result[request.tag] == alone(model, request), request
-
-
-@settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
-@given(**CASES)
-def test_any_options_and_order_give_what_generate_gives(**case: Any) -> None:
-    check_any_options_and_order(**case)
-
-
-@pytest.mark.long
-@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
-@given(**CASES)
-def test_many_options_and_orders_give_what_generate_gives(**case: Any) -> None:
-    check_any_options_and_order(**case)
 
 
 @pytest.mark.parametrize("mask", [None, HeadMask("L0H1")], ids=str)
@@ -314,11 +298,9 @@ FILTERED = TokenFilter(0.4, focus="uniform", warmup=3)
 @pytest.mark.parametrize(
     ("kib", "filtered"),
     [
-        *((130, None), (300, FILTERED)),
-        *(
-            pytest.param(*case, marks=pytest.mark.long)
-            for case in ((180, None), (300, None), (1000, None), (130, FILTERED))
-        ),
+        (130, None),
+        (300, FILTERED),
+        *(pytest.param(*case, marks=pytest.mark.long) for case in ((1000, None), (130, FILTERED))),
     ],
     ids=lambda value: "filtered" if isinstance(value, TokenFilter) else str(value),
 )
@@ -379,20 +361,6 @@ def test_what_is_stored_and_kept_stays_within_memory(
     assert kib * 256 < max(held) <= kib * 1024
 
 
-def test_an_error_in_the_middle_leaves_the_model_as_it_was() -> None:
-    model = model_of("qwen2")
-    layers = list(model.model.layers)
-
-    class Broken(Letters):
-        def decode(self, tokens: list[int]) -> str:
-            raise RuntimeError("broken")
-
-    requests = [Request((5, 6), None, SamplingParams(9, stop=("x",)))]
-    with pytest.raises(RuntimeError, match="broken"):
-        list(Engine(model, Broken()).decode(requests))
-    assert list(model.model.layers) == layers and model.config._attn_implementation == "sdpa"
-
-
 def test_models_wrapped_by_peft() -> None:
     import peft
 
@@ -421,7 +389,7 @@ def test_the_fallback_takes_nothing_from_the_models_own_generation_config() -> N
     assert model.generation_config.suppress_tokens
 
 
-def test_the_model_is_as_before_even_when_the_caller_stops_early() -> None:
+def test_the_model_is_as_before_when_the_caller_stops_early_or_a_run_fails() -> None:
     model = model_of("qwen2")
     layers, attention = list(model.model.layers), model.config._attn_implementation
     requests = some_requests(model, seed=4)
@@ -431,6 +399,8 @@ def test_the_model_is_as_before_even_when_the_caller_stops_early() -> None:
     next(run)
     assert list(model.model.layers) != layers
     run.close()
+    with pytest.raises(AttributeError):  # no tokenizer
+        list(Engine(model).decode([Request((5, 6), None, SamplingParams(9, stop=("x",)))]))
     assert list(model.model.layers) == layers and model.config._attn_implementation == attention
     assert not any(module._forward_pre_hooks for module in model.modules())
     assert torch.equal(model(ids).logits, before)
@@ -479,15 +449,6 @@ def test_draws_have_the_distribution_that_generate_would_draw_from() -> None:
     expected = kept.softmax(0)
     assert float((logits[:4] / 0.7).softmax(0)[:3].sum()) > 0.95 > float((logits[:4] / 0.7).softmax(0)[:2].sum())
     assert torch.allclose(counts / 4000, expected, atol=0.03) and counts[3:].sum() == 0
-
-
-def test_min_p_cuts_by_the_share_of_the_most_probable() -> None:
-    logits = torch.tensor([2.0, 1.0, 0.5, -1.0, -3.0])
-    setting = SamplingParams(10, do_sample=True, min_p=0.3)
-    drawn = [SAMPLER.choose(logits, Request((1,), None, setting, seed), []) for seed in range(2000)]
-    kept = torch.where(logits.softmax(0) >= 0.3 * logits.softmax(0).max(), logits, -torch.inf)
-    assert set(drawn) == {0, 1} == set(kept.isfinite().nonzero().flatten().tolist())
-    assert drawn.count(1) / 2000 == pytest.approx(float(kept.softmax(0)[1]), abs=0.03)
 
 
 OTHERS: list[dict[str, Any]] = [
@@ -543,6 +504,7 @@ def test_what_changes_logits_is_done_as_generate_does_it(family: str, setting: d
         ({"epsilon_cutoff": 0.1}, EpsilonLogitsWarper(0.1)),
         ({"eta_cutoff": 0.3}, EtaLogitsWarper(0.3)),
         ({"top_h": 0.5}, TopHLogitsWarper(0.5)),
+        ({"min_p": 0.3}, MinPLogitsWarper(0.3)),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
@@ -667,14 +629,6 @@ def test_near_ties_of_draws_are_all_found(setting: dict[str, Any], draws: int, m
         assert near or not changed, (number, changes, uniform)
         counts = [a + b for a, b in zip(counts, (near, changed, not near), strict=True)]
     assert min(counts) > 0.05 * draws, counts
-
-
-@pytest.mark.parametrize(("kept", "logits"), [(2, [3.0, 2.0, 1.9999, -1.0]), (1, [3.0, 2.9999, 1.0, -1.0])])
-def test_a_cut_between_two_like_logits_is_a_near_tie(kept: int, logits: list[float]) -> None:
-    """Whatever is drawn; the same logits without a cut there are none."""
-    for near, number in ((True, kept), (False, 3)):
-        params = SamplingParams(do_sample=True, temperature=0.5, top_k=number)
-        assert SAMPLER.near_tie(torch.tensor(logits), Request((1,), params=params, seed=1), []) == near
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

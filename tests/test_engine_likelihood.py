@@ -21,7 +21,7 @@ from torch import nn
 from lmeval_prune import InputError
 from lmeval_prune.architectures import map_model
 from lmeval_prune.decoding import Engine, LikelihoodRequest
-from lmeval_prune.decoding.token_tree import TokenTree
+from lmeval_prune.decoding.tree import TokenTree
 from lmeval_prune.grid.worker import VariantLM
 from lmeval_prune.interventions import HeadMask
 from lmeval_prune.interventions.token_filter import TokenFilter
@@ -92,19 +92,15 @@ def check(engine: Engine, requests: list[LikelihoodRequest]) -> None:
         assert results[request.tag].is_greedy == greedy, request
 
 
-@pytest.fixture
-def small_passes(monkeypatch: pytest.MonkeyPatch) -> Any:
-    def patch(tokens: int, block: int, logits: int) -> None:
-        monkeypatch.setattr("lmeval_prune.decoding.likelihood.PASS", tokens)
-        monkeypatch.setattr("lmeval_prune.decoding.likelihood.LOGITS", logits)
-        monkeypatch.setattr("lmeval_prune.decoding.tree_attention.BLOCK", block)
-
-    return patch
+def small_passes(patch: pytest.MonkeyPatch, tokens: int, block: int, logits: int) -> None:
+    patch.setattr("lmeval_prune.decoding.likelihood.PASS", tokens)
+    patch.setattr("lmeval_prune.decoding.likelihood.LOGITS", logits)
+    patch.setattr("lmeval_prune.decoding.tree.BLOCK", block)
 
 
 @pytest.mark.parametrize("family", quick(sorted(set(CAUSAL) - BY_GENERATE), "gpt2", "gemma3_text", "mixtral"))
-def test_every_family_scores_as_each_text_alone(family: str, small_passes: Any) -> None:
-    small_passes(25, 8, 5 * VOCABULARY)
+def test_every_family_scores_as_each_text_alone(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    small_passes(monkeypatch, 25, 8, 5 * VOCABULARY)
     check(Engine(doubles(family)), tree_requests(doubles(family), seed=1))
 
 
@@ -112,42 +108,28 @@ def test_every_family_scores_as_each_text_alone(family: str, small_passes: Any) 
     {"block": [0, 6, 128], "window": [("mistral", 6), ("gemma2", 5), ("gemma3_text", 5), ("olmo3", 3), ("cohere2", 5)]},
     ids=str,
 )
-def test_sliding_windows_shorter_than_the_context(block: int, window: tuple[str, int], small_passes: Any) -> None:
-    small_passes(30, block, 1 << 25)
+def test_sliding_windows_shorter_than_the_context(
+    block: int, window: tuple[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small_passes(monkeypatch, 30, block, 1 << 25)
     model = doubles(window[0], sliding_window=window[1])
     check(Engine(model), tree_requests(model, seed=2, longest=30))
 
 
-CASES: dict[str, Any] = {
-    "family": st.sampled_from(["llama", "qwen3", "gemma2", "gpt2", "gpt_neox", "deepseek_v3"]),
-    "seed": st.integers(0, 10**6),
-    "tokens": st.integers(1, 60),
-    "block": st.sampled_from([0, 1, 5, 16, 128]),
-    "rows": st.integers(1, 20),
-    "memory": st.sampled_from([1, 100_000, 1 << 30]),
-}
-
-
-def check_any_tree(family: str, seed: int, tokens: int, block: int, rows: int, memory: int) -> None:
+@settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    family=st.sampled_from(["llama", "qwen3", "gemma2", "gpt2", "gpt_neox", "deepseek_v3"]),
+    seed=st.integers(0, 10**6),
+    tokens=st.integers(1, 60),
+    block=st.sampled_from([0, 1, 5, 16, 128]),
+    rows=st.integers(1, 20),
+    memory=st.sampled_from([1, 100_000, 1 << 30]),
+)
+def test_any_tree_in_any_passes(family: str, seed: int, tokens: int, block: int, rows: int, memory: int) -> None:
     model = doubles(family)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("lmeval_prune.decoding.likelihood.PASS", tokens)
-        patch.setattr("lmeval_prune.decoding.likelihood.LOGITS", rows * VOCABULARY)
-        patch.setattr("lmeval_prune.decoding.tree_attention.BLOCK", block)
+        small_passes(patch, tokens, block, rows * VOCABULARY)
         check(Engine(model, memory=memory), tree_requests(model, seed))
-
-
-@settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
-@given(**CASES)
-def test_any_tree_in_any_passes(**case: Any) -> None:
-    check_any_tree(**case)
-
-
-@pytest.mark.long
-@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
-@given(**CASES)
-def test_many_trees_in_any_passes(**case: Any) -> None:
-    check_any_tree(**case)
 
 
 @given(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=9).map(tuple), min_size=1), st.integers(1, 4))
@@ -187,9 +169,6 @@ def test_common_tokens_run_once_and_masks_from_their_first_layer_up() -> None:
     assert engine.statistics.layer_tokens == distinct * (4 + 3 + 1)
     assert engine.statistics.head_tokens == (1 + 1 + 2 + 1) * 3  # the first tokens of two choices have the same logits
     assert engine.statistics.scored == 9
-
-
-# --------------------------------------------------------------------------- refusals
 
 
 # --------------------------------------------------------------------------- through lm-eval

@@ -1,7 +1,6 @@
 """The memory that the engine may use: of the machine, of nested containers, without cached files."""
 
 import random
-from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +10,7 @@ import pytest
 import torch
 
 from lmeval_prune.architectures import map_model
-from lmeval_prune.decoding import memory, self_check
+from lmeval_prune.decoding import fallback, memory
 from tests.tiny_models import tiny
 
 MACHINE = 1 << 36
@@ -81,10 +80,13 @@ def test_a_group_above_its_limit_has_nothing_free(tmp_path: Path) -> None:
 def test_weights_are_widened_for_a_check_only_where_they_fit(missing: int, monkeypatch: pytest.MonkeyPatch) -> None:
     model: Any = tiny("llama", dtype=torch.bfloat16)
     size = 4 * sum(parameter.numel() for parameter in model.parameters())
-    monkeypatch.setattr(self_check, "available_memory", lambda device: size - missing)
+    monkeypatch.setattr(fallback, "available_memory", lambda device: size - missing)
     checked = list[torch.dtype]()
-    difference = self_check.LogitsDiffer("logits", difference=1.0)
-    with pytest.raises(self_check.LogitsDiffer) if missing else nullcontext():
-        self_check._check_in_float32(lambda _: checked.append(model.dtype), map_model(model), difference)
-    assert checked == ([] if missing else [torch.float32])
+
+    def differences(_: Any) -> tuple[list[float], float]:
+        checked.append(model.dtype)
+        return [0.0 if model.dtype == torch.float32 else 1.0], 1.0
+
+    assert (fallback.why_failing(differences, map_model(model)) is None) == (not missing)
+    assert checked == [torch.bfloat16, *([] if missing else [torch.float32])]
     assert model.dtype == torch.bfloat16

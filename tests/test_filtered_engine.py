@@ -19,7 +19,7 @@ from lmeval_prune import HeadMask
 from lmeval_prune.architectures import ModelMap
 from lmeval_prune.decoding import Engine, Request, SamplingParams, Schedule
 from lmeval_prune.decoding.kv_cache import KVCache
-from lmeval_prune.decoding.scheduler import Statistics
+from lmeval_prune.decoding.model_runner import Statistics
 from lmeval_prune.interventions import Intervention, interventions_on
 from lmeval_prune.interventions.attention_call import Attend, AttentionCall, intercept_attention
 from lmeval_prune.interventions.token_filter import TokenFilter

@@ -12,7 +12,7 @@ from lmeval_prune import Plan, map_model
 from lmeval_prune.architectures import precision
 from lmeval_prune.architectures.precision import exact_products, with_exact_products
 from lmeval_prune.decoding import Engine, Request, SamplingParams
-from lmeval_prune.decoding.self_check import why_unscored, why_unsupported
+from lmeval_prune.decoding.fallback import why_unscored, why_unsupported
 from lmeval_prune.surgery.cut import cut
 from tests.tiny_models import tiny
 

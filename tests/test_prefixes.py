@@ -16,9 +16,8 @@ from tiny_models import BY_GENERATE, CAUSAL, VOCABULARY, Letters, quick
 
 from lmeval_prune import InputError
 from lmeval_prune.decoding import Engine, Request, SamplingParams, Schedule
-from lmeval_prune.decoding.attention import AttentionOptions, join_attention
-from lmeval_prune.decoding.kv_cache import KVCache, SlotCopy
-from lmeval_prune.decoding.prefixes import SharedPrefix, common_prefixes
+from lmeval_prune.decoding.groups import SharedPrefix, common_prefixes
+from lmeval_prune.decoding.kv_cache import AttentionOptions, join_attention
 from lmeval_prune.interventions import HeadMask
 from lmeval_prune.interventions.token_filter import TokenFilter
 
@@ -106,11 +105,6 @@ def test_the_chosen_prefixes_save_most(prompts: Masks, least: int) -> None:
 
 def single_mask(prompts: list[tuple[int, ...]]) -> Masks:
     return {prompt: [(0, LAYERS)] for prompt in prompts}
-
-
-def test_prompts_under_different_masks_share_nothing_above_the_first_pruned_layer() -> None:
-    prompts = {(*range(90), 100 + i): [(i, 0)] for i in range(4)}
-    assert common_prefixes(prompts, LAYERS, 1) == []
 
 
 # --------------------------------------------------------------------------- attention in parts
@@ -226,15 +220,6 @@ def test_a_prefix_runs_once_for_each_mask_from_its_first_pruned_layer_up() -> No
     assert tokens[0][0] == tokens[2][0]
     assert tokens[0][1] == 3 * 13 * layers
     assert tokens[2][1] == (10 + 3 * 3) * layers
-
-
-def test_a_copy_of_a_leader_is_written_after_the_prefix_that_the_slot_has() -> None:
-    cache = KVCache(1, 6)
-    cache.keys[0] = cache.values[0] = torch.zeros(1, 1, 6, 1)
-    cache.copied[0] = 2
-    copies = [SlotCopy(torch.ones(1, 5, 1), torch.ones(1, 5, 1), None, {})]
-    cache.restore(0, copies, 2, 1)
-    assert cache.keys[0].flatten().tolist() == [0, 0, 1, 1, 0, 0]
 
 
 @pytest.mark.parametrize("copied", [0, 100])

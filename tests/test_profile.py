@@ -12,7 +12,7 @@ import torch
 from transformers import AutoTokenizer
 
 from lmeval_prune import Plan, load_pretrained, map_model
-from lmeval_prune.decoding.speed import EngineSpeed
+from lmeval_prune.decoding.engine import EngineSpeed
 from lmeval_prune.profiling.costs import cost_columns, counted_flops, formula_flops, parameters
 from lmeval_prune.profiling.speed import Workload, generate_rate, measure, peak_memory
 from lmeval_prune.surgery.cut import cut

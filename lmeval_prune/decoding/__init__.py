@@ -2,8 +2,7 @@
 
 from lmeval_prune.decoding.engine import Engine
 from lmeval_prune.decoding.likelihood import Likelihood, LikelihoodRequest
-from lmeval_prune.decoding.request import Request, SamplingParams
+from lmeval_prune.decoding.request import Request, SamplingParams, Stopping
 from lmeval_prune.decoding.scheduler import Schedule
-from lmeval_prune.decoding.stopping import Stopping
 
 __all__ = ["Engine", "Likelihood", "LikelihoodRequest", "Request", "SamplingParams", "Schedule", "Stopping"]

@@ -11,7 +11,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -22,19 +22,15 @@ from tqdm import tqdm
 
 from lmeval_prune.architectures import ModelMap, input_device, map_model
 from lmeval_prune.architectures.precision import fast_products, with_exact_products
-from lmeval_prune.decoding.comparison import ComparisonRun, Reduce
-from lmeval_prune.decoding.fallback import Fallback
+from lmeval_prune.decoding.fallback import generate, why_unscored, why_unsupported
+from lmeval_prune.decoding.groups import PromptGroup, prompt_groups, share_prefixes
 from lmeval_prune.decoding.kv_cache import KVCache
-from lmeval_prune.decoding.likelihood import Likelihood, LikelihoodRequest, LikelihoodRun
+from lmeval_prune.decoding.likelihood import ComparisonRun, Likelihood, LikelihoodRequest, LikelihoodRun, Reduce
 from lmeval_prune.decoding.memory import InsufficientMemoryError, available_memory
-from lmeval_prune.decoding.model_runner import ModelRunner, refuse_locked
-from lmeval_prune.decoding.prefixes import SharedPrefix, common_prefixes
-from lmeval_prune.decoding.request import Request, end_tokens
+from lmeval_prune.decoding.model_runner import ModelRunner, Statistics, refuse_locked
+from lmeval_prune.decoding.request import Request, SamplingParams, Stopping, end_tokens
 from lmeval_prune.decoding.sampling import Sampler
-from lmeval_prune.decoding.scheduler import Schedule, Scheduler, Statistics
-from lmeval_prune.decoding.self_check import why_unscored, why_unsupported
-from lmeval_prune.decoding.sequence import PromptGroup, prompt_groups, share_prefixes
-from lmeval_prune.decoding.stopping import Stopping
+from lmeval_prune.decoding.scheduler import Schedule, Scheduler
 from lmeval_prune.errors import InputError
 from lmeval_prune.interventions import interventions_on
 
@@ -140,9 +136,8 @@ class Engine:
         Yields:
             A request and its result.
         """
-        self._check_texts(requests)
-        if requests:
-            yield from self._score(LikelihoodRun(self.model_map, requests, self._memory, dtype))
+        run = LikelihoodRun(self.model_map, requests, self._memory, self.statistics, dtype)
+        return self._scored(requests, run)
 
     def compare(
         self, requests: Sequence[LikelihoodRequest], reduce: Reduce
@@ -154,44 +149,49 @@ class Engine:
 
         Args:
             requests: in any order, each with a mask.
-            reduce: called with the tokens of a chunk and with the logits before them, see `comparison.Reduce`.
+            reduce: called with the tokens of a chunk and with the logits before them, see `likelihood.Reduce`.
 
         Yields:
             A request and its reduced logits, (tokens of the continuation, columns), on the CPU.
         """
-        self._check_texts(requests)
-        if requests:
-            yield from self._score(ComparisonRun(self.model_map, requests, self._memory, reduce))
+        run = ComparisonRun(self.model_map, requests, self._memory, self.statistics, reduce=reduce)
+        return self._scored(requests, run)
 
-    def _check_texts(self, requests: Sequence[LikelihoodRequest]) -> None:
-        """Refuse masks and texts that do not fit the model, and a model that the engine cannot run."""
+    def _scored(self, requests: Sequence[LikelihoodRequest], run: LikelihoodRun) -> Generator[Any]:
         self._check_masks(requests)
         longest = max((len(request.context) + len(request.continuation) - 1 for request in requests), default=0)
         if longest > self.context:
             raise InputError(f"a text of {longest} tokens does not fit in a context of {self.context}")
-        if requests and (reason := self.unscored):
+        if not requests:
+            return
+        if reason := self.unscored:
             raise InputError(f"the engine computes no log-likelihoods of this model: {reason}")
+        for scored in run.results():
+            self.statistics.scored += 1
+            yield scored
 
     def _check_masks(self, requests: Sequence[Request] | Sequence[LikelihoodRequest]) -> None:
         # by identity: equal masks may differ in `allow_empty_layer`
         for mask in {id(request.mask): request.mask for request in requests if request.mask}.values():
             mask.fit_to(self.model_map)
 
-    def _score(self, run: LikelihoodRun) -> Generator[tuple[LikelihoodRequest, Any]]:
-        try:
-            for request, result in run.results():
-                self.statistics.scored += 1
-                yield request, result
-        finally:
-            self.statistics.layer_tokens += run.layer_tokens
-            self.statistics.head_tokens += run.head_tokens
-
     def _decode(self, requests: Sequence[Request]) -> Generator[tuple[Request, list[int]]]:
         block = BLOCK if self.device.type == "cpu" else None  # on a GPU, launches cost more than reading unused keys
-        schedule, sampler = self._resolved_schedule(), Sampler(self.model, self.stopping)
+        schedule, sampler = self.schedule, Sampler(self.model, self.stopping)
+        if any(not intervention.tokenwise for intervention in interventions_on(self.model)):
+            schedule = replace(schedule, follow=0, drafts=0, prefix=0)
+        if not schedule.share:
+            schedule = replace(schedule, follow=0, prefix=0)
+        if schedule.drafts and schedule.budget is None:
+            schedule = replace(schedule, budget=self._measured_budget)
         for with_prefixes in (True, False):
             groups, masks = prompt_groups(requests, self.model_map, schedule.share, self.context)
-            prefixes = self._share_prefixes(groups, schedule) if with_prefixes and schedule.prefix else 0
+            prefixes = 0
+            if with_prefixes and schedule.prefix:  # in at most half of the memory
+                layers = len(self.model_map.attention)
+                sizes = self._token_bytes // layers, self._input_bytes
+                least, longest_copy = schedule.prefix, schedule.copied_prefix
+                prefixes = share_prefixes(groups, layers, least, longest_copy, sizes, self._memory // 2)
             longest = max(group.longest for group in groups)
             try:
                 rows, leaders = self._capacity(longest, groups, prefixes)
@@ -200,23 +200,11 @@ class Engine:
                 if not prefixes:
                     raise
         cache = KVCache(min(rows, len(requests)), longest, block)
-        with ModelRunner.attached(self.model_map, cache, masks) as runner:
-            scheduler = Scheduler(
-                runner, deque(groups), sampler, self.statistics, schedule, self.deterministic, leaders
-            )
+        with ExitStack() as stack:
+            runner = ModelRunner(self.model_map, cache, masks, self.statistics, stack)
+            scheduler = Scheduler(runner, deque(groups), sampler, schedule, self.deterministic, leaders)
             for sequence in scheduler.answers():
                 yield sequence.request, sequence.answer
-
-    def _resolved_schedule(self) -> Schedule:
-        """Return the schedule with a budget, without features that the interventions or `share=False` exclude."""
-        schedule = self.schedule
-        if any(not intervention.tokenwise for intervention in interventions_on(self.model)):
-            schedule = replace(schedule, follow=0, drafts=0, prefix=0)
-        if not schedule.share:
-            schedule = replace(schedule, follow=0, prefix=0)
-        if schedule.drafts and schedule.budget is None:
-            schedule = replace(schedule, budget=self._measured_budget)
-        return schedule
 
     def _fall_back(self, requests: Sequence[Request]) -> Generator[tuple[Request, list[int]]]:
         if self.unsupported not in self._logged:
@@ -224,7 +212,7 @@ class Engine:
             name = self.model_map.model_type or "the model"
             logger.warning("%s is decoded by plain generate, each row with its mask: %s", name, self.unsupported)
         rows = 1 if self.deterministic else min(FALLBACK_ROWS, self.max_rows or FALLBACK_ROWS)
-        for request, answer in Fallback(self.model_map, self.stopping, self.context, rows).decode(requests):
+        for request, answer in generate(self.model_map, requests, self.stopping, self.context, rows):
             self.statistics.answers += 1
             self.statistics.answer_tokens += len(answer)
             yield request, answer
@@ -256,20 +244,6 @@ class Engine:
             self._reasons[key] = check(self.model_map)
         return self._reasons[key]
 
-    def _share_prefixes(self, groups: Sequence[PromptGroup], schedule: Schedule) -> int:
-        """Assign common prefixes to prompt groups, in at most half of the memory; return their bytes."""
-        layers = len(self.model_map.attention)
-
-        def size(prefix: SharedPrefix) -> int:
-            return prefix.size(layers, self._token_bytes // layers, self._input_bytes)
-
-        sequences: dict[tuple[int, ...], list[tuple[int, int]]] = {}
-        for group in groups:
-            masks = [(sequence.mask, sequence.first_layer) for sequence in group.sequences]
-            sequences.setdefault(group.leader.request.prompt, []).extend(masks)
-        prefixes = common_prefixes(sequences, layers, schedule.prefix)
-        return share_prefixes(groups, prefixes, schedule.copied_prefix, size, self._memory // 2)
-
     def _capacity(self, length: int, waiting: Sequence[PromptGroup], prefixes: int) -> tuple[int, int]:
         """Return how many rows of `length` tokens fit in memory, and how many of them may be leaders with followers.
 
@@ -298,17 +272,14 @@ class Engine:
         return self.memory or available_memory(self.device)
 
     @property
-    def _element_size(self) -> int:
-        return int(self.model.get_input_embeddings().weight.dtype.itemsize)
-
-    @property
     def _input_bytes(self) -> int:
-        return self._element_size * int(self.model.config.get_text_config().hidden_size)
+        width = self.model.config.get_text_config().hidden_size
+        return int(self.model.get_input_embeddings().weight.dtype.itemsize * width)
 
     @property
     def _token_bytes(self) -> int:
-        layers = self.model_map.attention
-        return self._element_size * sum(layer.kv_heads * (layer.key_dim + layer.head_dim) for layer in layers)
+        size = int(self.model.get_input_embeddings().weight.dtype.itemsize)
+        return size * sum(layer.kv_heads * (layer.key_dim + layer.head_dim) for layer in self.model_map.attention)
 
     @cached_property
     def _measured_budget(self) -> int:
@@ -332,3 +303,22 @@ class Engine:
             while tokens <= 256 and seconds(tokens) < 2 * single:
                 tokens *= 2
         return tokens // 2
+
+
+class EngineSpeed:
+    """Tokens per second of the engine for greedy answers of fixed length, by model."""
+
+    def __init__(self) -> None:
+        self._engines: dict[int, Engine] = {}
+
+    def __call__(self, model: Any, ids: torch.Tensor, new: int, clock: str) -> float | None:
+        """Return the tokens per second of answers to prompts, (batch, tokens); None if `generate` would answer."""
+        engine = self._engines.setdefault(id(model), Engine(model))
+        if engine.unsupported:  # checked, and measured, before the clock starts
+            return None
+        requests = [Request(tuple(row), None, SamplingParams(new, eos=())) for row in ids.tolist()]
+        engine.max_rows = len(requests)
+        read_clock = time.perf_counter if clock == "wall" else time.process_time
+        begin = read_clock()
+        tokens = sum(len(answer) for _, answer in engine.decode(requests))
+        return tokens / (read_clock() - begin)

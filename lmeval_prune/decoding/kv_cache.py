@@ -12,17 +12,14 @@ copied into each slot. A long one is stored once, and offsets begin after it.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from itertools import pairwise
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 from typing import Any, cast
 
 import torch
+from torch.nn import functional
 
-from lmeval_prune.attributes import replaced
-from lmeval_prune.decoding.attention import AttentionOptions, SlotAttention
-from lmeval_prune.decoding.attention_layout import Layout, Part, Prefix, neighbouring_parts, padded_parts
 from lmeval_prune.interventions.attention_call import (
     AttentionCall,
     Packed,
@@ -30,7 +27,272 @@ from lmeval_prune.interventions.attention_call import (
     State,
     Store,
     UnsupportedAttention,
+    additive_mask,
 )
+
+_COMPILED = (torch.float32, torch.bfloat16)  # types of the compiled kernel
+_UNKNOWN_OPTIONS = {"s_aux": "sinks", "position_bias": "bias", "attention_bias": "bias", "head_mask": "head_mask"}
+Attention = tuple[torch.Tensor, torch.Tensor]  # attention over some keys, and the log-sum-exp of their scores
+
+
+@dataclass(frozen=True)
+class AttentionOptions:
+    """Scaling, soft cap and window of a layer's attention."""
+
+    scaling: float
+    softcap: float | None = None
+    window: int | None = None
+
+    @classmethod
+    def of(cls, call: AttentionCall) -> AttentionOptions:
+        """Read the options of a call; refuse unsupported ones."""
+        options, window = call.options, call.options.get("sliding_window")
+        for name, reason in _UNKNOWN_OPTIONS.items():
+            if options.get(name) is not None:
+                raise UnsupportedAttention(reason)
+        layer_types = getattr(getattr(call.module, "config", None), "layer_types", None)
+        if layer_types and layer_types[call.module.layer_idx] == "sliding_attention" and window is None:
+            raise UnsupportedAttention("window")
+        if options.get("dropout") or call.query.shape[0] != 1 or call.mask is not None:
+            raise UnsupportedAttention("mask")
+        scaling = options.get("scaling")
+        return cls(call.query.shape[-1] ** -0.5 if scaling is None else scaling, options.get("softcap"), window)
+
+    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        """Compute the attention of queries to keys, (…, queries, width of values)."""
+        if self.softcap is None:
+            return functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=self.scaling)
+        return self._scores(q, k, mask).softmax(-1).to(v.dtype) @ v
+
+    def attend_with_lse(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None = None
+    ) -> Attention:
+        """Compute the attention of queries to keys, and the log-sum-exp of each query's scores.
+
+        Args:
+            q, k, v: (batch, heads, queries or keys, width).
+            mask: added to the scores; broadcast to (batch, heads, queries, keys).
+
+        Returns:
+            (batch, heads, queries, width of values), and (batch, heads, queries) in float32 or float64.
+        """
+        if self.softcap is None and q.device.type == "cpu" and q.shape[-1] == v.shape[-1]:
+            attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+            return cast(Attention, attend(q, k, v, attn_mask=mask, scale=self.scaling))
+        scores = self._scores(q, k, mask)
+        lse = scores.logsumexp(-1)
+        base = lse.clamp(min=torch.finfo(lse.dtype).min)  # scores that are all minus infinity have weights of 0
+        return (scores - base[..., None]).exp().to(v.dtype) @ v, lse
+
+    def _scores(self, q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+        scores = q @ k.transpose(-1, -2) * self.scaling
+        scores = scores.float() if scores.element_size() < 4 else scores
+        if self.softcap is not None:
+            scores = torch.tanh(scores / self.softcap) * self.softcap
+        return scores if mask is None else scores + mask
+
+
+def join_attention(parts: Sequence[Attention]) -> torch.Tensor:
+    """Join the attention over parts of the keys: softmax attention over all keys is their mean, weighted by exp(lse).
+
+    Args:
+        parts: attention, (…, width), and log-sum-exp, (…). Minus infinity stands for no keys.
+    """
+    sums = torch.stack([lse for _, lse in parts])
+    weights = sums.softmax(0).masked_fill(sums == -torch.inf, 0)[..., None]
+    joined = sum(weight * out for weight, (out, _) in zip(weights, parts, strict=True))
+    return cast(torch.Tensor, joined).to(parts[0][0].dtype)
+
+
+@dataclass(frozen=True)
+class Part:
+    """Queries of a pass that are computed together: each of some slots has the same number of them.
+
+    On a GPU, slots with fewer tokens repeat their last query, and the results of the repetitions are dropped.
+    """
+
+    slots: slice | torch.Tensor
+    rows: int  # number of slots
+    tokens: int  # number of queries in each slot
+    end: int  # end of the tokens of the longest slot
+    queries: slice | torch.Tensor  # indices in the pass, (rows · tokens,)
+    unrepeated: torch.Tensor | None = None  # indices of queries that are no repetitions, in rows · tokens; None: all
+
+
+def neighbouring_parts(rows: Sequence[tuple[int, int, int]], block: int) -> list[Part]:
+    """Join rows (slot, end, number of queries), sorted by slot: neighbours with equal numbers, not across blocks."""
+    groups: list[list[tuple[int, int, int]]] = []
+    for slot, end, tokens in rows:
+        last = groups[-1][-1] if groups else None
+        if last and last[0] + 1 == slot and slot % block and last[2] == tokens:
+            groups[-1].append((slot, end, tokens))
+        else:
+            groups.append([(slot, end, tokens)])
+    bounds = accumulate((len(group) * group[0][2] for group in groups), initial=0)
+    return [
+        Part(
+            slots=slice(group[0][0], group[-1][0] + 1),
+            rows=len(group),
+            tokens=group[0][2],
+            end=max(end for _, end, _ in group),
+            queries=slice(*queries),
+        )
+        for group, queries in zip(groups, pairwise(bounds), strict=True)
+    ]
+
+
+def padded_parts(rows: Sequence[tuple[int, int, int]], device: torch.device) -> list[Part]:
+    """Return few parts of rows (slot, end, number of queries): numbers that differ by less than half are joined."""
+    firsts = list(accumulate((tokens for _, _, tokens in rows), initial=0))
+    groups: dict[int, list[tuple[int, int, int, int]]] = {}
+    for first, (slot, end, tokens) in zip(firsts, rows, strict=False):
+        groups.setdefault(tokens.bit_length(), []).append((slot, end, tokens, first))
+    parts = []
+    for group in groups.values():
+        slots, ends, counts, starts = torch.tensor(group).unbind(1)
+        tokens = int(counts.max())
+        offsets = torch.arange(tokens)
+        queries = starts[:, None] + torch.minimum(offsets, counts[:, None] - 1)
+        unrepeated = (offsets < counts[:, None]).flatten().nonzero()[:, 0]
+        slots, queries, unrepeated = (indices.to(device) for indices in (slots, queries.flatten(), unrepeated))
+        parts.append(Part(slots, len(group), tokens, int(ends.max()), queries, unrepeated))
+    return parts
+
+
+@dataclass(frozen=True, eq=False)
+class Prefix:
+    """Keys and values of the first tokens of several sequences under one mask; layers below it share tensors."""
+
+    length: int  # number of tokens
+    keys: Sequence[torch.Tensor]  # by layer, (key-value heads, length, width)
+    values: Sequence[torch.Tensor]
+
+
+@dataclass
+class Layout:
+    """Slots and offsets of the tokens with a query in a packed batch, in the order of the rows."""
+
+    parts: Sequence[Part]
+    slots: torch.Tensor  # (tokens,), like offsets and positions
+    offsets: torch.Tensor
+    positions: torch.Tensor
+    # positions of all stored tokens, (slots, length); None if a token's position is its offset
+    stored_positions: torch.Tensor | None = None
+    prefixes: Mapping[Prefix, torch.Tensor] = field(default_factory=dict)  # and the indices of the tokens after them
+    _masks: dict[Any, torch.Tensor] = field(default_factory=dict, init=False)
+    _prefix_tokens: dict[tuple[int, ...], list[tuple[Prefix, torch.Tensor]]] = field(default_factory=dict, init=False)
+
+    def mask(self, part: Part, group: int, window: int | None, dtype: torch.dtype) -> torch.Tensor:
+        """Return the additive attention mask of a part: 0 for visible keys, the lowest number for others.
+
+        Shape (slots, 1, group · tokens, keys), with `group` query heads per key-value head; (slots, 1, 1, keys) if each
+        slot has one token.
+        """
+        key = (id(part), group, window, dtype)
+        if key not in self._masks:
+            query = position = self.offsets[part.queries].view(-1, part.tokens, 1)
+            offsets = key_positions = torch.arange(part.end, device=query.device)
+            if self.stored_positions is not None:
+                position = self.positions[part.queries].view(-1, part.tokens, 1)
+                key_positions = self.stored_positions[part.slots, None, : part.end]
+            hidden = offsets > query
+            if window is not None:
+                hidden |= key_positions <= position - window
+            mask = additive_mask(hidden, dtype)
+            if part.tokens > 1:
+                mask = mask.repeat(1, group, 1)
+            self._masks[key] = mask.unsqueeze(1)
+        return self._masks[key]
+
+    def prefix_parts(self, layer: int) -> list[tuple[Prefix, torch.Tensor]]:
+        """Return the distinct prefixes in a layer, and the indices of the tokens after each."""
+        first: dict[int, int] = {}
+        owners = tuple(first.setdefault(id(prefix.keys[layer]), i) for i, prefix in enumerate(self.prefixes))
+        if owners not in self._prefix_tokens:
+            prefixes, tokens = list(self.prefixes), list(self.prefixes.values())
+            self._prefix_tokens[owners] = [
+                (prefixes[owner], torch.cat([t for t, other in zip(tokens, owners, strict=True) if other == owner]))
+                for owner in first.values()
+            ]
+        return self._prefix_tokens[owners]
+
+
+@dataclass(frozen=True)
+class SlotAttention:
+    """Attention of the queries of a packed pass over the keys and values in slots."""
+
+    options: AttentionOptions
+    layout: Layout
+    query: torch.Tensor  # (heads, tokens, width)
+    keys: torch.Tensor  # (slots, key-value heads, length, width)
+    values: torch.Tensor
+
+    def over_prefixes(self, layer: int) -> torch.Tensor:
+        """Compute the attention over the slots and their prefixes: each prefix once for all of its queries."""
+        options, layout, query = self.options, self.layout, self.query
+        slot_attention = self.over_slots(with_lse=True)
+        out, lse = torch.zeros_like(slot_attention[0]), torch.full_like(slot_attention[1], -torch.inf)
+        for prefix, tokens in layout.prefix_parts(layer):
+            q = query[:, tokens].reshape(1, self.keys.shape[1], -1, query.shape[-1])  # a group's heads become queries
+            mask = None
+            if options.window is not None:
+                hidden = torch.arange(prefix.length, device=q.device) <= layout.positions[tokens, None] - options.window
+                mask = additive_mask(hidden, q.dtype).repeat(q.shape[2] // len(tokens), 1)
+            k, v = prefix.keys[layer][None], prefix.values[layer][None]
+            attended, sums = options.attend_with_lse(q, k, v, mask)
+            out[tokens] = attended.reshape(len(query), len(tokens), -1).transpose(0, 1)
+            lse[tokens] = sums.reshape(len(query), len(tokens)).T
+        return join_attention([slot_attention, (out, lse)])
+
+    def over_slots(self, with_lse: bool = False) -> Attention:
+        """Compute the attention over the slots.
+
+        Returns:
+            (tokens, heads, width of values), and the log-sum-exp, (tokens, heads), if requested; else no numbers.
+        """
+        options, layout, query = self.options, self.layout, self.query
+        heads = query.shape[0]
+        is_compiled = query.device.type == "cpu" and query.dtype in _COMPILED and options.softcap is None
+        is_compiled &= options.window is None or layout.stored_positions is None
+        if not layout.parts:
+            return query.new_zeros(0, heads, self.values.shape[-1]), query.new_zeros(0, heads)
+        if is_compiled and all(part.tokens == 1 for part in layout.parts):
+            from lmeval_prune.kernels.decode_attention import decode  # numba takes a while to import
+
+            arguments = query.transpose(0, 1), self.keys, self.values, layout.slots, layout.offsets + 1
+            out, lse = decode(*arguments, options.scaling, options.window)
+            return out.to(query.dtype), lse
+        outputs = [self._over_part(part, with_lse) for part in layout.parts]
+        if layout.parts[0].unrepeated is None:
+            if len(outputs) == 1:
+                return outputs[0]
+            attended, sums = zip(*outputs, strict=True)
+            return torch.cat(attended), torch.cat(sums)
+        joined = [column[0].new_empty(query.shape[1], *column[0].shape[1:]) for column in zip(*outputs, strict=True)]
+        for part, columns in zip(layout.parts, outputs, strict=True):
+            for target, source in zip(joined, columns, strict=True):
+                target[cast(torch.Tensor, part.queries)[part.unrepeated]] = source[part.unrepeated]
+        return joined[0], joined[1]
+
+    def _over_part(self, part: Part, with_lse: bool) -> Attention:
+        """Compute the attention of a part, as `over_slots`."""
+        query, heads, kv_heads = self.query, self.query.shape[0], self.keys.shape[1]
+        group = heads // kv_heads
+
+        def by_token(x: torch.Tensor) -> torch.Tensor:
+            x = x.reshape(part.rows, heads, part.tokens, -1).transpose(1, 2)
+            return x.reshape(part.rows * part.tokens, heads, -1)
+
+        # the query heads of a group become queries of their key-value head
+        q = query[:, part.queries].reshape(-1, group, part.rows, part.tokens, query.shape[-1])
+        q = q.permute(2, 0, 1, 3, 4).reshape(part.rows, kv_heads, group * part.tokens, query.shape[-1])
+        k, v = self.keys[part.slots, :, : part.end], self.values[part.slots, :, : part.end]
+        mask = self.layout.mask(part, group, self.options.window, query.dtype)
+        if with_lse:
+            out, lse = self.options.attend_with_lse(q, k, v, mask)
+            return by_token(out), by_token(lse).squeeze(-1)
+        out = by_token(self.options.attend(q, k, v, mask))
+        return out, out.new_empty(len(out), 0)
 
 
 @dataclass
@@ -141,8 +403,9 @@ class KVCache(Store):
                 return padded_parts(rows, device)
         return neighbouring_parts(rows, self.block or 1 << 30)
 
-    def _layout(self, packed: Packed, device: torch.device) -> Layout:
-        """Lay out a pass in which each token has a query, and its offset counts all tokens after the prefix."""
+    def lay_out(self, packed: Packed, device: torch.device) -> Layout:
+        """Begin a pass in which each token has a query, and its offset counts all tokens after the prefix."""
+        self._reset_states.clear()
         columns = zip(packed.slots, packed.starts, packed.counts, strict=True)
         rows = [(slot, self.copied[slot] + start, count) for slot, start, count in columns]
         slots = [slot for slot, _, count in rows for _ in range(count)]
@@ -160,14 +423,6 @@ class KVCache(Store):
                 prefixes[prefix] = torch.tensor(tokens, device=device)
                 positions[prefixes[prefix]] += prefix.length
         return Layout(parts, index[0], index[1], positions, prefixes=prefixes)
-
-    @contextmanager
-    def packing(self, packed: Packed, device: torch.device) -> Iterator[Layout]:
-        """Set the packed batch of the forward passes in this context."""
-        layout = self._layout(packed, device)
-        self._reset_states.clear()
-        with replaced(self, packed=packed, layout=layout):
-            yield layout
 
     def state(self, call: AttentionCall, owner: Hashable, make: Callable[[], State]) -> State:
         """Return a handler's state in a layer; see `Store`."""

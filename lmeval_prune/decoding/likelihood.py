@@ -9,7 +9,8 @@ each other mask, which then runs from that layer up.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -17,16 +18,20 @@ import numpy as np
 import torch
 
 from lmeval_prune.architectures import ModelMap
-from lmeval_prune.decoding.model_runner import GPU_PASS, PASS, Chunk, ModelRunner
+from lmeval_prune.decoding.groups import number_masks
+from lmeval_prune.decoding.model_runner import GPU_PASS, PASS, Chunk, ModelRunner, Statistics
 from lmeval_prune.decoding.request import token_ids
-from lmeval_prune.decoding.sequence import number_masks
-from lmeval_prune.decoding.token_tree import TokenTree
-from lmeval_prune.decoding.tree_attention import TreeCache
+from lmeval_prune.decoding.tree import TokenTree, TreeCache
 from lmeval_prune.errors import InputError
 from lmeval_prune.interventions.head_mask import HeadMask
 
 SEGMENT = 512  # largest number of tokens in a segment: later tokens of a long text are masked by segments
 LOGITS, GPU_LOGITS = 1 << 25, 1 << 28  # largest number of logits computed at once
+CHUNKS = 8  # a comparison divides this number: its reduction needs several tensors of a chunk's size
+
+# Gets tokens, (rows,), and the logits before them, (rows, vocabulary): of the unpruned model, then of each mask,
+# computed when the iterator reaches them. Yields a tensor (rows, columns) for each mask.
+Reduce = Callable[[torch.Tensor, Iterator[torch.Tensor]], Iterator[torch.Tensor]]
 
 
 @dataclass(frozen=True)
@@ -66,12 +71,7 @@ class Text:
 
     tokens: tuple[int, ...]  # without the last, whose logits are not needed
     continuation: tuple[int, ...]
-    begin: int  # index of its first log-probability in those of all texts
-
-    @property
-    def end(self) -> int:
-        """Return the index after its last log-probability."""
-        return self.begin + len(self.continuation)
+    part: slice  # of the log-probabilities of all texts
 
 
 @dataclass(eq=False)
@@ -83,9 +83,13 @@ class Variant:
     requests: dict[int, list[LikelihoodRequest]]  # by number of the text
     scored: np.ndarray  # whether it has the text, by index of log-probabilities
     needs: np.ndarray  # whether it has a text through a segment, by number of the segment
-    logprobs: torch.Tensor | None = None
-    is_greedy: torch.Tensor | None = None
-    values: torch.Tensor | None = None  # of a comparison, (log-probabilities, columns)
+    values: torch.Tensor | None = None  # (log-probabilities, columns)
+
+    def store(self, index: torch.Tensor, values: torch.Tensor, count: int) -> None:
+        """Store values, (index, columns), of `count` log-probabilities in all."""
+        if self.values is None:
+            self.values = torch.zeros(count, values.shape[1], dtype=values.dtype)
+        self.values[index] = values.cpu()
 
 
 class Texts:
@@ -100,8 +104,9 @@ class Texts:
             if key not in self.numbers:
                 self.numbers[key] = len(self.texts)
                 tokens = (request.context + request.continuation)[:-1]
-                self.texts.append(Text(tokens, request.continuation, self.count))
-                self.count = self.texts[-1].end
+                end = self.count + len(request.continuation)
+                self.texts.append(Text(tokens, request.continuation, slice(self.count, end)))
+                self.count = end
         self.tree = TokenTree((text.tokens for text in self.texts), longest)
         self.paths = [self.tree.path(text.tokens) for text in self.texts]
         self.complete: dict[int, list[int]] = defaultdict(list)  # texts by their last segment
@@ -114,7 +119,7 @@ class Texts:
                 stop = min(start + len(self.tree.segments[segment].tokens), len(text.tokens))
                 for position in range(max(start, first), stop):
                     i = position - first
-                    rows[segment].append((position - start, text.continuation[i], text.begin + i))
+                    rows[segment].append((position - start, text.continuation[i], text.part.start + i))
                 if start <= first:
                     break
         # by segment: offset of a token with logits, the token whose log-probability is needed, and the index of this
@@ -129,6 +134,7 @@ class LikelihoodRun:
         requests: all requests.
         memory: bytes for keys, values and kept hidden states; masks that do not fit together run one group after
             another.
+        statistics: counts what runs.
         dtype: of the log-softmax; None: of the logits.
         most_tokens: largest number of tokens in a pass.
 
@@ -147,16 +153,17 @@ class LikelihoodRun:
         model_map: ModelMap,
         requests: Sequence[LikelihoodRequest],
         memory: int,
+        statistics: Statistics,
         dtype: torch.dtype | None = None,
         most_tokens: int | None = None,
     ) -> None:
         self.model_map, self.requests, self.memory, self.dtype = model_map, requests, memory, dtype
+        self.statistics = statistics
         model: Any = model_map.model
         parameter, config = next(model.parameters()), model.config.get_text_config()
         self.is_gpu, self.element_size, self.width = parameter.is_cuda, parameter.element_size(), config.hidden_size
         self.most_tokens = most_tokens or (GPU_PASS if self.is_gpu else PASS)
         self.most_rows = max((GPU_LOGITS if self.is_gpu else LOGITS) // config.vocab_size, 1)
-        self.layer_tokens = self.head_tokens = 0
 
     def results(self) -> Generator[tuple[LikelihoodRequest, Any]]:
         """Yield each request and its result after the pass of its last token."""
@@ -170,15 +177,12 @@ class LikelihoodRun:
             longest_segment = min(SEGMENT, self.most_tokens)
             self.texts = Texts((request for mask in group for request in by_mask[mask]), longest_segment)
             cache: Any = TreeCache(self.texts.tree)
-            with ModelRunner.attached(self.model_map, cache, group) as self.runner:
+            with ExitStack() as stack:
+                self.runner = ModelRunner(self.model_map, cache, group, self.statistics, stack)
                 variants = [self._variant(number, numbers[mask][1], by_mask[mask]) for number, mask in enumerate(group)]
-                try:
-                    for segments in self.texts.tree.passes(self.most_tokens):
-                        cache.start_pass(segments)
-                        yield from self._run_pass(variants, segments)
-                finally:
-                    self.layer_tokens += self.runner.layer_tokens
-                    self.head_tokens += self.runner.head_tokens
+                for segments in self.texts.tree.passes(self.most_tokens):
+                    cache.start_pass(segments)
+                    yield from self._run_pass(variants, segments)
 
     def _groups(self, masks: Sequence[tuple[HeadMask | None, int]], longest: int) -> list[list[HeadMask | None]]:
         """Divide masks with their first layers, highest first, into groups whose stored tokens fit into memory."""
@@ -207,7 +211,7 @@ class LikelihoodRun:
             by_text[texts.numbers[request.context, request.continuation]].append(request)
         scored, needs = np.zeros(texts.count, bool), np.zeros(len(texts.tree.segments), bool)
         for number in by_text:
-            scored[texts.texts[number].begin : texts.texts[number].end] = True
+            scored[texts.texts[number].part] = True
             needs[texts.paths[number]] = True
         return Variant(mask, first_layer, by_text, scored, needs)
 
@@ -248,13 +252,11 @@ class LikelihoodRun:
             )
             for number in segments
         ]
-        if layer_inputs is None:
-            _, inputs = self.runner.forward(chunks)
-        else:
+        start, hidden = 0, None
+        if layer_inputs is not None:
             start = variant.first_layer
-            _, inputs = self.runner.forward(
-                chunks, start, torch.cat([layer_inputs[number][start] for number in segments])
-            )
+            hidden = torch.cat([layer_inputs[number][start] for number in segments])
+        _, inputs = self.runner.forward(chunks, start, hidden)
         return dict(zip(segments, inputs, strict=True))
 
     def _read(self, variant: Variant, outputs: dict[int, dict[int, torch.Tensor]]) -> None:
@@ -276,20 +278,68 @@ class LikelihoodRun:
             row, token, index = rows[:, (rows[0] >= begin) & (rows[0] < end)]
             row, token = (row - begin).to(runner.device), token.to(runner.device)
             logprobs = torch.log_softmax(runner.head(states[begin:end], variant.mask), -1, dtype=self.dtype)
-            if variant.logprobs is None or variant.is_greedy is None:
-                variant.logprobs = torch.zeros(texts.count, dtype=logprobs.dtype)
-                variant.is_greedy = torch.zeros(texts.count, dtype=torch.bool)
-            variant.logprobs[index] = logprobs[row, token].cpu()
-            variant.is_greedy[index] = (logprobs.argmax(-1)[row] == token).cpu()
+            is_greedy = logprobs.argmax(-1)[row] == token
+            values = torch.stack([logprobs[row, token], is_greedy.to(logprobs.dtype)], dim=1)
+            variant.store(index, values, texts.count)
 
     def _complete(self, variant: Variant, segments: Iterable[int]) -> Generator[tuple[LikelihoodRequest, Any]]:
-        texts = self.texts
         for segment in segments:
-            for number in texts.complete.get(segment, ()):
+            for number in self.texts.complete.get(segment, ()):
                 if requests := variant.requests.get(number):
-                    result = self._result(variant, slice(texts.texts[number].begin, texts.texts[number].end))
+                    assert variant.values is not None
+                    result = self._result(variant.values[self.texts.texts[number].part].clone())
                     yield from ((request, result) for request in requests)
 
-    def _result(self, variant: Variant, part: slice) -> Any:
-        assert variant.logprobs is not None and variant.is_greedy is not None
-        return Likelihood(variant.logprobs[part].clone(), bool(variant.is_greedy[part].all()))
+    def _result(self, values: torch.Tensor) -> Any:
+        return Likelihood(values[:, 0].contiguous(), bool(values[:, 1].all()))
+
+
+class ComparisonRun(LikelihoodRun):
+    """Reduces the logits of the unpruned model and of masks, side by side at the same positions of the texts.
+
+    All masks run a pass before its logits are computed, chunk by chunk.
+
+    Args:
+        args: as for `LikelihoodRun`; a result is a tensor (tokens of its continuation, columns), on the CPU.
+        reduce: called with each chunk.
+    """
+
+    leaders = (None,)
+    kept_inputs = 2  # also the last layer's outputs, until all masks have run
+
+    def __init__(self, *args: Any, reduce: Reduce) -> None:
+        super().__init__(*args)
+        self.reduce = reduce
+        self.most_rows = max(self.most_rows // CHUNKS, 1)
+
+    def _run_pass(self, variants: Sequence[Variant], segments: range) -> Generator[tuple[LikelihoodRequest, Any]]:
+        """Run segments under all masks, reduce their logits, and yield the results that are complete."""
+        dense, *others = variants
+        with torch.inference_mode():
+            layer_inputs = self._forward(dense, segments, frozenset(other.first_layer for other in others))
+            outputs = [layer_inputs, *(self._forward(other, segments, frozenset(), layer_inputs) for other in others)]
+            self._reduce(variants, outputs)
+        for variant in others:
+            yield from self._complete(variant, segments)
+
+    def _reduce(self, variants: Sequence[Variant], outputs: Sequence[dict[int, dict[int, torch.Tensor]]]) -> None:
+        """Reduce the logits of a pass, given the last layer's outputs by mask and segment."""
+        texts, runner = self.texts, self.runner
+        tables = {segment: texts.rows[segment] for segment in outputs[0] if segment in texts.rows}
+        if not tables:
+            return
+        _, tokens, index = torch.from_numpy(np.concatenate(list(tables.values()))).T
+        offsets = {segment: torch.from_numpy(table[:, 0]).to(runner.device) for segment, table in tables.items()}
+        states = [
+            torch.cat([by_segment[segment][runner.layers][rows] for segment, rows in offsets.items()])
+            for by_segment in outputs
+        ]
+        for begin in range(0, len(tokens), self.most_rows):
+            chunk = slice(begin, begin + self.most_rows)
+            logits = (runner.head(rows[chunk], variant.mask) for rows, variant in zip(states, variants, strict=True))
+            reduced = self.reduce(tokens[chunk].to(runner.device), logits)
+            for variant, values in zip(variants[1:], reduced, strict=True):
+                variant.store(index[chunk], values, texts.count)
+
+    def _result(self, values: torch.Tensor) -> torch.Tensor:
+        return values

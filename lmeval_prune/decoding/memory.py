@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -33,33 +32,26 @@ def free_memory(mount: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/
 
     Args:
         mount: folder of the cgroups; those of version 1 are in its folder `memory`.
-        membership: file with the cgroups of this process.
+        membership: file with the cgroups of this process. Those above them limit it, too.
     """
     import psutil
 
-    return min([psutil.virtual_memory().available, *_free_in_groups(mount, membership)])
-
-
-def _free_in_groups(mount: Path, membership: Path) -> Iterator[int]:
-    """Yield the free bytes of each cgroup with a limit, from this process's own up to the root."""
+    free = [psutil.virtual_memory().available]
     for line in membership.read_text().splitlines() if membership.exists() else []:
         _, controllers, group = line.split(":", 2)
         version = 1 if "memory" in controllers.split(",") else 2
         if controllers and version == 2:  # a group of version 1 without the memory controller
             continue
+        limit_file, usage_file, cached = _FILES[version]
         names = Path(group).parts[1:]
         root = mount / "memory" if version == 1 else mount
-        for depth in range(len(names), -1, -1):  # a group outside a container's own has no folder in it
-            free = _free_in_group(root.joinpath(*names[:depth]), *_FILES[version])
-            if free is not None:
-                yield free
-
-
-def _free_in_group(folder: Path, limit_file: str, usage_file: str, cached: str) -> int | None:
-    """Return a cgroup's limit less the memory in use, without cached files; None without a limit."""
-    try:
-        limit, used = (folder / limit_file).read_text().strip(), int((folder / usage_file).read_text())
-        statistics = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-    except OSError:
-        return None
-    return None if limit == "max" else max(0, int(limit) - used + int(statistics[cached]))
+        for depth in range(len(names) + 1):
+            folder = root.joinpath(*names[:depth])
+            try:
+                limit, used = (folder / limit_file).read_text().strip(), int((folder / usage_file).read_text())
+                statistics = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+            except OSError:  # a group outside a container's own has no folder in it
+                continue
+            if limit != "max":
+                free.append(max(0, int(limit) - used + int(statistics[cached])))
+    return min(free)

@@ -1,23 +1,23 @@
-"""A stock model that runs packed batches of differently pruned sequences."""
+"""A stock model that runs packed batches of differently pruned sequences, from any layer up."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, cast
 from weakref import WeakSet
 
 import torch
 from torch import nn
 
 from lmeval_prune.architectures import ModelMap, input_device
+from lmeval_prune.architectures.blocks import has_absent
 from lmeval_prune.architectures.precision import fast_products, refuse_nan
 from lmeval_prune.attributes import replaced
 from lmeval_prune.decoding.kv_cache import KVCache
-from lmeval_prune.decoding.layer_skip import LayerSkip
 from lmeval_prune.errors import InputError
 from lmeval_prune.interventions.applied import preserve_state
 from lmeval_prune.interventions.attention_call import Packed, UnsupportedAttention, replace_attention
@@ -25,6 +25,112 @@ from lmeval_prune.interventions.head_mask import HeadMask, RowMasks
 
 PASS, GPU_PASS = 2048, 8192  # `ModelRunner.largest_pass`: it bounds how long new prompts delay running rows
 _LOCKED: WeakSet[nn.Module] = WeakSet()  # attention modules of models in use
+
+
+@dataclass
+class PartialPass:
+    """The attention layers that a forward pass runs. Number N of N layers stands for the output of the last layer."""
+
+    start: int = 0  # the first layer to run
+    hidden: torch.Tensor | None = None  # input of layer `start`, (1, tokens, width), if `start` > 0
+    keep: frozenset[int] = frozenset()  # layers whose inputs are kept
+    layer_inputs: dict[int, torch.Tensor] = field(default_factory=dict)  # these inputs, filled by the pass
+
+
+class _SkippableLayer(nn.Module):
+    """A decoder layer that runs only if the current pass includes it.
+
+    A layer whose attention was cut out has the number of the attention layer before it.
+    """
+
+    def __init__(self, layer: nn.Module, skip: LayerSkip, number: int, is_first: bool, is_last: bool) -> None:
+        super().__init__()
+        self.layer = layer
+        self._skip = [skip]  # in a list, so that it is no submodule
+        self._number, self._is_first, self._is_last = number, is_first, is_last  # first with this number, last of all
+        self._tuple = False
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("layer"), name)  # `attention_type` and the like
+
+    def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        number, count, current = self._number, self._skip[0].count, self._skip[0].current
+        if self._is_first and number == current.start and current.hidden is not None:
+            hidden_states = current.hidden
+        if number >= current.start:
+            if self._is_first and number in current.keep:
+                current.layer_inputs[number] = hidden_states
+            out = self.layer(hidden_states, *args, **kwargs)
+            self._tuple = isinstance(out, tuple)
+        else:
+            passed = current.hidden if self._is_last and count == current.start else hidden_states
+            out = (passed,) if self._tuple else passed
+        if self._is_last and count in current.keep:
+            current.layer_inputs[count] = out[0] if self._tuple else out
+        return out
+
+
+class LayerSkip:
+    """Choose which decoder layers of a model run, while `installed`. The layers must be the entries of one list."""
+
+    def __init__(self, model_map: ModelMap) -> None:
+        self.current = PartialPass()
+        self.count = len(model_map.attention)
+        modules = dict(model_map.model.named_modules())
+        lists, indices = set[str](), set[int]()
+        for layer in model_map.attention:
+            parts = layer.name.split(".")
+            names = (".".join(parts[:end]) for end in range(1, len(parts)))
+            name = next((name for name in names if isinstance(modules.get(name), nn.ModuleList)), "")
+            if not name or parts[name.count(".") + 1] != str(layer.index):
+                raise InputError(f"{layer.name} is not in a list of decoder layers")
+            lists.add(name)
+            indices.add(layer.index)
+        self._list = cast(nn.ModuleList, modules[min(lists)])
+        gaps = [layer for index, layer in enumerate(self._list) if index not in indices]
+        if len(lists) > 1 or not all(map(has_absent, gaps)):
+            raise InputError("the model has decoder layers without attention, or several stacks of layers")
+        numbers = [getattr(layer.module, "layer_idx", number) for number, layer in enumerate(model_map.attention)]
+        if gaps and numbers != [*range(self.count)]:
+            raise InputError("the model has layers of several types, and lacks the attention of some")
+        with_attention = accumulate(index in indices for index in range(len(self._list)))
+        self._numbers = [max(0, count - 1) for count in with_attention]
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Wrap the decoder layers inside the block."""
+        layers, last = list(self._list), -1
+        for index, (layer, number) in enumerate(zip(layers, self._numbers, strict=True)):
+            self._list[index] = _SkippableLayer(layer, self, number, number > last, index == len(layers) - 1)
+            last = number
+        try:
+            yield
+        finally:
+            for index, layer in enumerate(layers):
+                self._list[index] = layer
+
+
+@dataclass
+class Statistics:
+    """Counters of the engine's runs."""
+
+    answers: int = 0
+    answer_tokens: int = 0
+    prompt_tokens: int = 0  # of leaders, after common prefixes
+    follow_tokens: int = 0  # tokens of prompts and leaders' answers that followers run from their first pruned layer up
+    followed: int = 0  # answer tokens that followers share with their leader
+    steps: int = 0  # decoding steps of all running rows
+    step_rows: int = 0  # rows, summed over these steps
+    step_tokens: int = 0  # tokens, summed over these steps (more than rows if there are drafts)
+    drafted: int = 0  # proposed draft tokens
+    draft_accepted: int = 0
+    scored: int = 0  # results of `Engine.score`
+    alone: int = 0  # near-ties decided in a batch of one
+    layer_tokens: int = 0  # tokens × layers
+    head_tokens: int = 0  # tokens whose logits were computed
 
 
 @dataclass(frozen=True)
@@ -40,33 +146,31 @@ class Chunk:
 
 
 class ModelRunner:
-    """A model with the cache's attention, skippable layers and a mask for each row; see `ModelRunner.attached`."""
+    """A model with the cache's attention, skippable layers and a mask for each row, until `stack` is closed.
+
+    `Chunk.mask` refers to `masks`. Refuses unsuitable layers or masks.
+    """
 
     def __init__(
-        self, model_map: ModelMap, cache: KVCache, skip: LayerSkip, rows: RowMasks, masks: Sequence[HeadMask | None]
+        self,
+        model_map: ModelMap,
+        cache: KVCache,
+        masks: Sequence[HeadMask | None],
+        statistics: Statistics,
+        stack: ExitStack,
     ) -> None:
-        self._model_map = model_map
-        self._model: Any = model_map.model
-        self._skip = skip
+        stack.enter_context(lock_model(model_map))
+        self._skip, rows = LayerSkip(model_map), RowMasks()
+        replace_attention(model_map, cache, stack)
+        # also without masks: under an intervention no compiled code runs, which would keep these changes
+        stack.enter_context(rows.applied_to(model_map.model, model_map))
+        stack.enter_context(self._skip.installed())
         self._masking: Callable[..., AbstractContextManager[None]] = nullcontext
         if any(masks):
             self._masking = partial(rows.using, rows.table(masks))
-        self.device = input_device(self._model)
-        self.layers = len(model_map.attention)
-        self.cache = cache
-        self.layer_tokens = self.head_tokens = 0  # tokens × layers, and tokens with logits, so far
-
-    @classmethod
-    @contextmanager
-    def attached(cls, model_map: ModelMap, cache: KVCache, masks: Sequence[HeadMask | None]) -> Iterator[ModelRunner]:
-        """Change a model inside the block; refuse unsuitable layers or masks. `Chunk.mask` refers to `masks`."""
-        skip, rows = LayerSkip(model_map), RowMasks()
-        with lock_model(model_map), ExitStack() as stack:
-            replace_attention(model_map, cache, stack)
-            # also without masks: under an intervention no compiled code runs, which would keep these changes
-            stack.enter_context(rows.applied_to(model_map.model, model_map))
-            stack.enter_context(skip.installed())
-            yield cls(model_map, cache, skip, rows, masks)
+        self._model_map, self._model = model_map, cast(Any, model_map.model)
+        self.device, self.layers = input_device(self._model), len(model_map.attention)
+        self.cache, self.statistics = cache, statistics
 
     def forward(
         self, batch: Sequence[Chunk], start: int = 0, hidden: torch.Tensor | None = None
@@ -92,12 +196,13 @@ class ModelRunner:
         ]
         columns = zip(*((chunk.slot, chunk.cached, len(chunk.tokens)) for chunk in batch), strict=True)
         keep = frozenset[int]().union(*(chunk.keep for chunk in batch))
-        hidden = None if hidden is None else hidden.unsqueeze(0)
-        packing = self.cache.packing(Packed(*columns), self.device)
-        with self._skip.running(start, hidden, keep) as current, packing as layout:
+        current = PartialPass(start, None if hidden is None else hidden.unsqueeze(0), keep)
+        packed = Packed(*columns)
+        layout = self.cache.lay_out(packed, self.device)
+        with replaced(self._skip, current=current), replaced(self.cache, packed=packed, layout=layout):
             logits = self._logits(tokens, masks, layout.positions, with_logits)
-        self.layer_tokens += len(tokens) * (self.layers - start)
-        self.head_tokens += len(with_logits)
+        self.statistics.layer_tokens += len(tokens) * (self.layers - start)
+        self.statistics.head_tokens += len(with_logits)
         layer_inputs = [  # copies: a view would keep the whole batch in memory
             {layer: current.layer_inputs[layer][0, slice(*ends)].clone() for layer in chunk.keep}
             for chunk, ends in zip(batch, pairwise(starts), strict=True)
@@ -107,8 +212,8 @@ class ModelRunner:
     def head(self, hidden: torch.Tensor, mask: int) -> torch.Tensor:
         """Return the logits of outputs of the last layer, (tokens, vocabulary); `hidden` is (tokens, width)."""
         count = len(hidden)
-        self.head_tokens += count
-        with self._skip.running(self.layers, hidden.unsqueeze(0)):
+        self.statistics.head_tokens += count
+        with replaced(self._skip, current=PartialPass(self.layers, hidden.unsqueeze(0))):
             positions = torch.zeros(count, dtype=torch.long, device=self.device)
             logits = self._logits([0] * count, [mask] * count, positions, range(count))
         refuse_nan(logits[:, 0])

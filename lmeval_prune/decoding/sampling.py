@@ -12,8 +12,7 @@ import torch
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
 from lmeval_prune.architectures.precision import refuse_nan
-from lmeval_prune.decoding.request import Request, SamplingParams
-from lmeval_prune.decoding.stopping import Stopping
+from lmeval_prune.decoding.request import Request, SamplingParams, Stopping
 
 
 def near_tied_argmax(logits: torch.Tensor) -> torch.Tensor:
@@ -25,21 +24,11 @@ def near_tied_argmax(logits: torch.Tensor) -> torch.Tensor:
     return best - second < (32 * torch.finfo(logits.dtype).eps * best.abs()).clamp(min=1e-3)
 
 
-def near_tied_draw(logits: torch.Tensor, cumulative: torch.Tensor, uniform: float, factor: float) -> torch.Tensor:
-    """Return whether rounding of logits, (vocabulary,), could change the token that a random number draws.
-
-    An error e of all logits moves a cumulative distribution F by at most 2 e F (1 - F) / temperature (in first order).
-    The assumed e is that of `near_tied_argmax`. `factor` is 1 / temperature.
-    """
-    distance = (cumulative - uniform * cumulative[-1]).abs().amin()
-    return distance < _error_of_differences(logits) * uniform * (1 - uniform) * factor
-
-
 def near_tied_cut(logits: torch.Tensor, scores: torch.Tensor, params: SamplingParams, factor: float) -> bool:
     """Return whether rounding could change which tokens top-k, top-p and min-p allow.
 
     `scores` are the logits, (vocabulary,), after temperature and repetition penalty. `factor` is by how much these
-    multiply the error of a logit, which is that of `near_tied_draw`.
+    multiply the error of a logit, which is that of `near_tied_argmax`.
     """
     error = factor * float(_error_of_differences(logits))
     candidate_count = min(params.top_k or len(scores), len(scores))
@@ -108,8 +97,10 @@ class Sampler:
                 uncut = self._scores(logits, request, answer, cuts=False)
                 if near_tied_cut(logits, uncut, params, factor):
                     return True
-            drawn = uniform(request.seed, len(answer))
-            return bool(near_tied_draw(logits, cumulative_distribution(scores), drawn, factor))
+            # an error e of all logits moves a cumulative distribution F by at most 2 e F (1 - F) / temperature
+            cumulative, drawn = cumulative_distribution(scores), uniform(request.seed, len(answer))
+            distance = (cumulative - drawn * cumulative[-1]).abs().amin()
+            return bool(distance < _error_of_differences(logits) * drawn * (1 - drawn) * factor)
         best, second = scores.topk(2).values.tolist()
         return bool(best - second < factor * max(1e-3, 32 * torch.finfo(logits.dtype).eps * abs(best)))
 

@@ -17,39 +17,20 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from itertools import accumulate, islice
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
 from lmeval_prune.architectures.precision import refuse_nan
 from lmeval_prune.config import Natural, Settings
-from lmeval_prune.decoding.drafts import Drafter
+from lmeval_prune.decoding.groups import PromptGroup, Sequence
 from lmeval_prune.decoding.model_runner import Chunk, ModelRunner
 from lmeval_prune.decoding.sampling import Sampler, near_tied_argmax
-from lmeval_prune.decoding.sequence import PromptGroup, Sequence
-from lmeval_prune.decoding.token_tree import common_length
+from lmeval_prune.decoding.tree import common_length
 
+LONGEST, SHORTEST = 4, 2  # n-grams that drafts are looked up by
 FREE_SHARE = 0.04  # share of free rows from which waiting prompts are started: a pass delays all running rows
 LEAST_PASS = 512  # tokens of a pass from which matrix products are nearly as fast as they get
-
-
-@dataclass
-class Statistics:
-    """Counters of the engine's runs."""
-
-    answers: int = 0
-    answer_tokens: int = 0
-    prompt_tokens: int = 0  # of leaders, after common prefixes
-    follow_tokens: int = 0  # tokens of prompts and leaders' answers that followers run from their first pruned layer up
-    followed: int = 0  # answer tokens that followers share with their leader
-    steps: int = 0  # decoding steps of all running rows
-    step_rows: int = 0  # rows, summed over these steps
-    step_tokens: int = 0  # tokens, summed over these steps (more than rows if there are drafts)
-    drafted: int = 0  # proposed draft tokens
-    draft_accepted: int = 0
-    scored: int = 0  # results of `Engine.score`
-    alone: int = 0  # near-ties decided in a batch of one
-    layer_tokens: int = 0  # tokens × layers
-    head_tokens: int = 0  # tokens whose logits were computed
 
 
 @dataclass(frozen=True)
@@ -78,6 +59,68 @@ class Schedule(Settings):
     budget: Natural | None = None
 
 
+class NgramIndex:
+    """Texts, indexed by their n-grams; the last of equal n-grams counts."""
+
+    def __init__(self, tokens: Items[int] = ()) -> None:
+        self._next: dict[tuple[int, ...], tuple[list[int], int]] = {}  # the text and the position of the next token
+        self.add(tokens)
+
+    def add(self, tokens: Items[int]) -> None:
+        """Index a new text."""
+        self.text: list[int] = []  # the last text, which may still grow
+        self.extend(tokens)
+
+    def extend(self, tokens: Items[int]) -> None:
+        """Append tokens to the last text. An n-gram is indexed when a token follows it."""
+        for token in tokens:
+            end = len(self.text)
+            for size in range(SHORTEST, min(LONGEST, end) + 1):
+                self._next[tuple(self.text[end - size :])] = (self.text, end)
+            self.text.append(token)
+
+    def propose(self, tail: Items[int], count: int) -> tuple[int, list[int]]:
+        """Return the length of the longest indexed n-gram at the end of `tail`, and at most `count` tokens after it.
+
+        Without a match: 0 and no tokens.
+        """
+        for size in range(min(LONGEST, len(tail)), SHORTEST - 1, -1):
+            if match := self._next.get(tuple(tail[-size:])):
+                text, end = match
+                return size, text[end : end + count]
+        return 0, []
+
+
+class Drafter:
+    """Drafts from the n-grams of each running row, and of the complete answers of its prompt group."""
+
+    def __init__(self) -> None:
+        self._rows: WeakKeyDictionary[Sequence, NgramIndex] = WeakKeyDictionary()
+        self._answers: WeakKeyDictionary[PromptGroup, NgramIndex] = WeakKeyDictionary()
+
+    def add(self, row: Sequence) -> None:
+        """Index a complete answer for the other requests of its group."""
+        if row.group.unanswered:
+            self._answers.setdefault(row.group, NgramIndex()).add(row.tokens)
+
+    def propose(self, rows: Items[Sequence], most: int, budget: int) -> list[list[int]]:
+        """Return at most `most` tokens for each row, and at most `budget` for all; the longest match counts."""
+        drafts: list[list[int]] = [[] for _ in rows]
+        most = min(most, max(1, budget // len(rows)))
+        for i, row in enumerate(rows):
+            count = min(most, budget, row.max_tokens - len(row.answer) - 1)
+            if count <= 0:
+                continue
+            ngrams = self._rows.get(row) or self._rows.setdefault(row, NgramIndex(row.prompt))
+            ngrams.extend(row.answer[len(ngrams.text) - len(row.prompt) :])
+            size, drafts[i] = ngrams.propose(ngrams.text, count)
+            if answers := self._answers.get(row.group):
+                sibling_size, draft = answers.propose(ngrams.text, count)
+                drafts[i] = draft if sibling_size >= size else drafts[i]
+            budget -= len(drafts[i])
+        return drafts
+
+
 @dataclass
 class Scheduler:
     """The decoding loop over prompt groups."""
@@ -85,7 +128,6 @@ class Scheduler:
     runner: ModelRunner
     waiting: deque[PromptGroup]  # groups that have not started
     sampler: Sampler
-    statistics: Statistics
     schedule: Schedule  # its budget is set, and `follow` is 0 if `share` is false
     deterministic: bool  # decide near-ties in a batch of one
     max_leaders: int  # largest number of leaders with followers that run at the same time
@@ -94,11 +136,10 @@ class Scheduler:
     drafter: Drafter = field(default_factory=Drafter)
 
     def __post_init__(self) -> None:
-        self.capacity = self.runner.cache.count
+        self.capacity, self.statistics = self.runner.cache.count, self.runner.statistics
 
     def answers(self) -> Iterator[Sequence]:
         """Yield each sequence when it ends."""
-        before = (self.statistics.layer_tokens, self.statistics.head_tokens)
         while self.waiting or self.ready or self.active:
             with torch.inference_mode():
                 if self._starts_requests():
@@ -106,8 +147,6 @@ class Scheduler:
                 if not any(row.ended for row in self.active):
                     self._step()
                 ended = self._remove_ended()
-            self.statistics.layer_tokens = before[0] + self.runner.layer_tokens
-            self.statistics.head_tokens = before[1] + self.runner.head_tokens
             yield from ended
 
     # ------------------------------------------------------------------ starting and ending
@@ -181,10 +220,9 @@ class Scheduler:
     def _activate(self, row: Sequence) -> Sequence:
         row.slot = len(self.active)
         row.end_tokens = self.sampler.stopping.ends(row.request.params)
-        if prefix := row.group.prefix:
-            self.runner.cache.begin(row.slot, prefix.for_mask(row.mask, self.runner), prefix.is_copied)
-        else:
-            self.runner.cache.begin(row.slot, None, is_copied=False)
+        shared = row.group.prefix
+        prefix = shared.for_mask(row.mask, self.runner) if shared else None
+        self.runner.cache.begin(row.slot, prefix, is_copied=bool(shared and shared.is_copied))
         self.active.append(row)
         return row
 
@@ -290,11 +328,7 @@ class Scheduler:
         the slot that it leaves. In the last block, the last row moves.
         """
         block = self.runner.cache.block or 1 << 30
-        while True:
-            start = (slot // block + 1) * block
-            next_block = self.active[start : start + block]
-            if not next_block:
-                break
+        while next_block := self.active[(start := (slot // block + 1) * block) : start + block]:
             slot = self._move(max(next_block, key=lambda row: row.cached), slot)
         if slot < len(self.active) - 1:
             self._move(self.active[-1], slot)

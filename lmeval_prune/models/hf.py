@@ -16,12 +16,10 @@ from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria
 from lmeval_prune.architectures.precision import refuse_nan
 from lmeval_prune.attributes import replaced
 from lmeval_prune.decoding import Engine, SamplingParams
-from lmeval_prune.decoding.fallback import Ended
+from lmeval_prune.decoding.fallback import MAX_CHECKED_WINDOW, Ended, is_tested, sliding_window
 from lmeval_prune.decoding.memory import InsufficientMemoryError, available_memory
-from lmeval_prune.decoding.request import end_tokens, stop_strings
+from lmeval_prune.decoding.request import Stopping, end_tokens, stop_strings
 from lmeval_prune.decoding.sampling import RefuseNaN
-from lmeval_prune.decoding.self_check import MAX_CHECKED_WINDOW, is_tested, sliding_window
-from lmeval_prune.decoding.stopping import Stopping
 from lmeval_prune.errors import InputError
 from lmeval_prune.interventions import HeadMask, Intervention, interventions_on
 from lmeval_prune.interventions.applied import preserve_state

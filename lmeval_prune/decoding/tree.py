@@ -11,18 +11,91 @@ The attention of a token is computed in parts, joined by their log-sum-exp:
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 
-from lmeval_prune.attributes import replaced
-from lmeval_prune.decoding.attention import AttentionOptions, join_attention
-from lmeval_prune.decoding.token_tree import TokenTree
+from lmeval_prune.decoding.kv_cache import AttentionOptions, join_attention
 from lmeval_prune.interventions.attention_call import AttentionCall, Packed, Store, UnsupportedAttention, additive_mask
+
+Tokens = tuple[int, ...]
+
+
+@dataclass
+class Segment:
+    """Consecutive tokens of the tree without a branch between them."""
+
+    tokens: Tokens
+    start: int  # number of tokens before it, in each sequence that has it
+    parent: int | None  # number of the segment before it
+    end: int  # its descendants are the segments from the next number up to here
+
+
+class TokenTree:
+    """The tree of some sequences, as segments of at most `longest` tokens, numbered depth first."""
+
+    def __init__(self, sequences: Iterable[Tokens], longest: int) -> None:
+        self.segments: list[Segment] = []
+        self._leaves: list[Tokens] = []  # sequences that are no prefix of another, sorted
+        for sequence in sorted(set(sequences), reverse=True):
+            if not self._leaves or self._leaves[-1][: len(sequence)] != sequence:
+                self._leaves.append(sequence)
+        self._leaves.reverse()
+        self._last_segments = [0] * len(self._leaves)
+        # a range of sorted leaves shares what its first and its last leaf share
+        stack: list[tuple[int, int, int, int | None]] = [(0, len(self._leaves), 0, None)]
+        while stack:
+            first, last, depth, parent = stack.pop()
+            leaf = self._leaves[first]
+            stop = common_length(leaf, self._leaves[last - 1], depth)
+            for start in range(depth, stop, longest):
+                number = len(self.segments)
+                self.segments.append(Segment(leaf[start : min(start + longest, stop)], start, parent, number + 1))
+                parent = number
+            if last - first == 1:
+                assert parent is not None
+                self._last_segments[first] = parent
+                continue
+            tokens = [leaf[stop] for leaf in self._leaves[first:last]]
+            branches = [first, *(first + i for i in range(1, len(tokens)) if tokens[i] != tokens[i - 1])]
+            for begin, end in reversed(list(zip(branches, [*branches[1:], last], strict=True))):
+                stack.append((begin, end, stop, parent))
+        for segment in reversed(self.segments):
+            if segment.parent is not None:
+                parent_segment = self.segments[segment.parent]
+                parent_segment.end = max(parent_segment.end, segment.end)
+
+    def path(self, sequence: Tokens) -> list[int]:
+        """Return the segments of a sequence, first to last; the last may have more tokens than the sequence."""
+        number: int | None = self._last_segments[bisect_left(self._leaves, sequence)]
+        path = []
+        while number is not None:
+            if self.segments[number].start < len(sequence):
+                path.append(number)
+            number = self.segments[number].parent
+        return path[::-1]
+
+    def passes(self, most: int) -> Iterator[range]:
+        """Divide the segments, in their order, into ranges of at most `most` tokens, or of a single segment."""
+        begin = tokens = 0
+        for number, segment in enumerate(self.segments):
+            if number > begin and tokens + len(segment.tokens) > most:
+                yield range(begin, number)
+                begin, tokens = number, 0
+            tokens += len(segment.tokens)
+        yield range(begin, len(self.segments))
+
+
+def common_length(tokens: Sequence[int], others: Sequence[int], start: int = 0) -> int:
+    """Return the length of the common prefix of two sequences of one type; the first `start` tokens are equal."""
+    end = min(len(tokens), len(others))
+    if tokens[start:end] == others[start:end]:
+        return end
+    return next(i for i in range(start, end) if tokens[i] != others[i])
+
 
 BLOCK = 128  # tokens of neighbouring subtrees that attend together, with a mask
 
@@ -53,22 +126,19 @@ class TreeLayout:
         """Return the additive mask of a part, (queries, keys); None if each query sees each key."""
         key = (id(part), window, dtype)
         if key not in self._masks:
-            self._masks[key] = self._mask(part, window, dtype)
+            positions = self.positions[part.queries, None]
+            if isinstance(part.keys, slice):
+                key_positions = self.positions[part.keys]
+            else:
+                key_positions = torch.arange(part.key_start, part.key_start + part.key_count, device=positions.device)
+            hidden = torch.zeros(len(positions), len(key_positions), dtype=torch.bool, device=positions.device)
+            if part.keys == part.queries:
+                index = torch.arange(part.queries.start, part.queries.stop, device=positions.device)
+                hidden |= (index > index[:, None]) | (index[:, None] >= self.visible_until[part.keys])
+            if window is not None:
+                hidden |= key_positions <= positions - window
+            self._masks[key] = additive_mask(hidden, dtype) if hidden.any() else None
         return self._masks[key]
-
-    def _mask(self, part: TreePart, window: int | None, dtype: torch.dtype) -> torch.Tensor | None:
-        positions = self.positions[part.queries, None]
-        if isinstance(part.keys, slice):
-            key_positions = self.positions[part.keys]
-        else:
-            key_positions = torch.arange(part.key_start, part.key_start + part.key_count, device=positions.device)
-        hidden = torch.zeros(len(positions), len(key_positions), dtype=torch.bool, device=positions.device)
-        if part.keys == part.queries:
-            index = torch.arange(part.queries.start, part.queries.stop, device=positions.device)
-            hidden |= (index > index[:, None]) | (index[:, None] >= self.visible_until[part.keys])
-        if window is not None:
-            hidden |= key_positions <= positions - window
-        return additive_mask(hidden, dtype) if hidden.any() else None
 
 
 class TreeCache(Store):
@@ -91,14 +161,7 @@ class TreeCache(Store):
             for slot in [slot for slot in stored if self.tree.segments[slot % self.size].end <= segments.start]:
                 del stored[slot]
 
-    @contextmanager
-    def packing(self, packed: Packed, device: torch.device) -> Iterator[TreeLayout]:
-        """Set the packed batch of the forward passes in this context."""
-        layout = self._layout(packed, device)
-        with replaced(self, packed=packed, layout=layout):
-            yield layout
-
-    def _layout(self, packed: Packed, device: torch.device) -> TreeLayout:
+    def lay_out(self, packed: Packed, device: torch.device) -> TreeLayout:
         """Lay out segments in the order of their slots."""
         slots, starts = list(packed.slots), list(accumulate(packed.counts, initial=0))
         # after the last segment below each segment, as an index in the batch
@@ -115,26 +178,22 @@ class TreeCache(Store):
                 layout.own.append(TreePart(slice(begin, end), slice(begin, end)))
                 i, is_block = ends[i], True
                 continue
-            segment = slice(begin, starts[i + 1])
-            layout.own.append(TreePart(segment, segment))
-            if end > segment.stop:
-                layout.above.append(TreePart(slice(segment.stop, end), segment))
+            own = slice(begin, starts[i + 1])
+            layout.own.append(TreePart(own, own))
+            if end > own.stop:
+                layout.above.append(TreePart(slice(own.stop, end), own))
             i, is_block = i + 1, False
-        layout.above += self._stored_parts(slots, starts)
-        return layout
-
-    def _stored_parts(self, slots: list[int], starts: list[int]) -> list[TreePart]:
-        """Return a part for each stored segment that is above segments of a batch."""
-        running, parts = set(slots), dict[int, TreePart]()
-        for slot in slots:
+        running, stored = set(slots), set[int]()
+        for slot in slots:  # stored segments above those of the batch
             above = self._parent(slot)
-            while above is not None and above not in running and above not in parts:
+            while above is not None and above not in running and above not in stored:
                 first, end = bisect_left(slots, above), bisect_left(slots, self._end(above))
                 segment = self.tree.segments[above % self.size]
                 queries = slice(starts[first], starts[end])
-                parts[above] = TreePart(queries, above, segment.start, len(segment.tokens))
+                layout.above.append(TreePart(queries, above, segment.start, len(segment.tokens)))
+                stored.add(above)
                 above = self._parent(above)
-        return list(parts.values())
+        return layout
 
     def _end(self, slot: int) -> int:
         return slot - slot % self.size + self.tree.segments[slot % self.size].end

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -46,15 +46,9 @@ class Cell:
     identity: dict[str, Any] = field(repr=False)  # everything that can change answers and scores
     prepared: str  # key of the preparation's result; empty without a preparation
     answers: str  # path of the cell's answers in the grid's folder of answers
-    batch_size: int | str
-    device: str | None
+    computing: dict[str, Any]  # further arguments of the model: batch size and device
     engine: str
     measurable: bool  # whether the costs of the variant can be measured
-
-    @property
-    def name(self) -> str:
-        """Return the cell's name for messages."""
-        return f"{self.variant.name} on {self.task.name}"
 
     @property
     def model(self) -> str:
@@ -99,8 +93,7 @@ class Cell:
             "tasks": self.task.task,
             "include_path": included_folder(),
             "seed": self.variant.seed,
-            "batch_size": self.batch_size,
-            "device": self.device,
+            **self.computing,
             "metadata": self.metadata,
         }
         words = ["lm_eval"]
@@ -135,6 +128,7 @@ class Item:
     key: str
     cell: Cell  # with this variant
     origin: Cell | None = None  # of distances: the cell from whose model they are measured
+    documents: int = 0  # of distances: number of the task's documents
 
     @property
     def name(self) -> str:
@@ -143,8 +137,12 @@ class Item:
 
     def __str__(self) -> str:
         if self.kind in ("evaluate", "distance"):
-            return "distance " * (self.kind == "distance") + self.cell.name
+            return f"{'distance ' * (self.kind == 'distance')}{self.cell.variant.name} on {self.cell.task.name}"
         return f"{'costs' if self.kind == 'measure' else 'preparation'} of {self.cell.variant.name}"
+
+
+Job = Sequence[Item]  # for one process: of one kind, variants of one model on one task, or a single item
+Made = tuple[Item, str]  # with the reason why it could not be made, or an empty text
 
 
 def versions(served: bool) -> dict[str, Any]:
@@ -228,8 +226,7 @@ def _cells(
             identity=cell_identity,
             prepared=identity["preparation"].get("key", ""),
             answers="/".join(re.sub(r"[^\w.-]", "_", part) for part in (answers, grid_task.name)),
-            batch_size=grid.batch_size,
-            device=grid.device,
+            computing={"batch_size": grid.batch_size, **({"device": grid.device} if grid.device else {})},
             engine=engine,
             measurable=not (variant.served or arguments.router or checkpoint.config.is_encoder_decoder),
         )

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import shutil
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,6 @@ from lmeval_prune.distillation.losses import LayerMap, turn_off_map_dropout
 from lmeval_prune.distillation.options import DistillOptions
 from lmeval_prune.distillation.recursion import distill, make_host, stage_pruning
 from lmeval_prune.distillation.trainer import (
-    EAGER_TOKENS,
     DistillTrainer,
     PaddedOrder,
     collate_with_padding,
@@ -39,7 +37,7 @@ from lmeval_prune.interventions.attention_call import eager_attention
 from lmeval_prune.interventions.plan import Plan
 from lmeval_prune.pruners.options import PruneOptions
 from lmeval_prune.surgery.cut import cut, cut_to
-from lmeval_prune.training.trainer import BatchesByLength, ResumableTrainer, draw
+from lmeval_prune.training.trainer import BatchesByLength, draw
 from tests.athena_hosts import data_folder, encoder_folder, language_options
 from tests.conftest import ROOT
 from tests.kills import Killed, counted, killing_after
@@ -232,39 +230,6 @@ def trainer_of(options: DistillOptions, folder: Path, dtype: torch.dtype = torch
     layers = map_model(host.backbone(student)).attention
     same = LayerMap({x.label: x.label for x in layers}, {x.label: list(range(x.heads)) for x in layers})
     return DistillTrainer(host, student, teacher, same, host.examples(), folder)
-
-
-def test_short_texts_are_trained_by_eager_attention_on_a_cpu_in_bfloat16(
-    language: DistillOptions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It is used in the training alone; losses and gradients are those of SDPA."""
-    trainer = trainer_of(replace(language, terms=("response",), trainer={"bf16": True}), tmp_path / "work")
-    configs = [model.config for model in (trainer.student, trainer.teacher)]
-    used = list[str]()
-    monkeypatch.setattr(ResumableTrainer, "run", lambda _: used.extend(x._attn_implementation for x in configs))
-    trainer.run()
-    assert used == ["eager", "eager"]
-    assert [x._attn_implementation for x in configs] == ["sdpa", "sdpa"]
-    inputs = trainer.host.collate(trainer.examples.train[:4])
-    gradients = []
-    for implementation in ("sdpa", "eager"):
-        for config in configs:
-            config._attn_implementation = implementation
-        trainer.model.zero_grad()
-        monkeypatch.setattr(trainer.accelerator, "autocast", nullcontext)
-        outputs, terms = trainer.losses(trainer.model, inputs, trainer.counts([inputs]))
-        trainer.total(terms).backward()
-        gradients.append([outputs.logits, *(weight.grad for weight in trainer.student.parameters())])
-    torch.testing.assert_close(*gradients, rtol=1e-3, atol=1e-5)  # eager attention has float32 in its softmax
-    configs[0]._attn_implementation = "flash_attention_2"
-    assert not trainer.uses_eager_attention
-    configs[0]._attn_implementation = configs[1]._attn_implementation = "sdpa"
-    for change in ({"attn_logit_softcapping": 30.0}, {"attn_logit_softcapping": None}):
-        configs[1].update(change)
-        assert trainer.uses_eager_attention == (change["attn_logit_softcapping"] is None)
-    trainer.examples = replace(trainer.examples, lengths=[8, EAGER_TOKENS + 1])
-    assert not trainer.uses_eager_attention
-    assert not trainer_of(replace(language, terms=("response",)), tmp_path / "float32").uses_eager_attention
 
 
 @pytest.mark.parametrize("kind", ["athena", "language"])

@@ -309,7 +309,7 @@ def test_prompts_with_test_questions_are_left_out(options: DistillOptions, tmp_p
     path.write_text("".join(json.dumps({"prompt": row}) + "\n" for row in rows))
     prompts, counts = read_prompts(replace(options, prompts=str(path)), make_host(options).tokenizer, search)
     assert counts["with_test_questions"] == 1 and counts["documents"] == 3
-    assert {prompt.text for prompt in prompts} == {*rows[1:]}
+    assert {prompt.question.prompt for prompt in prompts if prompt.question} == {*rows[1:]}
 
 
 @pytest.mark.parametrize("question", ["", "???", " \n", "Why?", "What is the capital of France?", "多少?"])

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lmeval_prune import HeadMask, InputError, map_model
-from lmeval_prune.athena.batches import Collator, EncodedProblem
+from lmeval_prune.athena.batches import EncodedProblem, collate
 from lmeval_prune.athena.checkpoint import read, write
 from lmeval_prune.athena.model import Athena
 from lmeval_prune.athena.problems import Problem
@@ -144,7 +144,7 @@ class Literal:
 
 
 def collated(model: Athena, some: list) -> dict:
-    return Collator(len(model.settings.constants), model.tokenizer.pad_token_id)(some)
+    return collate(some, len(model.settings.constants), model.tokenizer.pad_token_id)
 
 
 def encoded(model: Athena) -> list[EncodedProblem]:

@@ -330,9 +330,10 @@ def test_stages_follow_the_schedule() -> None:
     base = map_model(tiny("bert", num_attention_heads=8, num_hidden_layers=3))
     target = PruneOptions(0.5, steps=3, budget="heads")
     for allocation, left, expected in (("global", 24, 4), ("global", 20, 4), ("uniform", 24, 3)):
-        assert stage_pruning(
-            target, 1 if left == 24 else 2, base, _left(base, left), allocation
-        ).ratio * left == pytest.approx(expected)
+        shares = target.shares(1 if left == 24 else 2)
+        assert stage_pruning(target, shares, base, _left(base, left), allocation).ratio * left == pytest.approx(
+            expected
+        )
 
 
 def _left(base: Any, heads: int) -> Any:

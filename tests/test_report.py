@@ -14,7 +14,7 @@ from lmeval_prune import InputError
 from lmeval_prune.artefacts import digest
 from lmeval_prune.cli import main
 from lmeval_prune.models.head_router import DENSE
-from lmeval_prune.sprint import curves, report
+from lmeval_prune.sprint import report
 from lmeval_prune.sprint import router as policies
 from lmeval_prune.sprint.fit import fit
 from lmeval_prune.sprint.options import FitOptions, ReportOptions
@@ -92,26 +92,26 @@ def stores(tmp_path: Path) -> tuple[Outcomes, Outcomes]:
 
 def test_curves(stores: tuple[Outcomes, Outcomes], tmp_path: Path) -> None:
     train, test = stores
-    ordered = curves.policy_curve("best", policies.best(train), test, 3)
+    ordered = report.policy_curve("best", policies.best(train), test, 3)
     order = policies.best(train).pool
     for i, row in enumerate(test.z):
         tries = [row[POOL.index(head)] for head in order]
         assert ordered.values[i].tolist() == [float(any(tries[: k + 1])) for k in range(3)]
-    drawn = curves.random_curve("random", POOL, test, 3)
+    drawn = report.random_curve("random", POOL, test, 3)
     for i, row in enumerate(test.z):  # the expectation, by going through all draws
         for k in (1, 2, 3):
             draws = [any(row[list(chosen)]) for chosen in itertools.combinations(range(5), k)]
             assert drawn.values[i, k - 1] == pytest.approx(np.mean(draws))
     right = samples(tmp_path / "s.jsonl", test)
-    sampled = curves.samples_curve("T", str(tmp_path / "s.jsonl"), test, 5)
+    sampled = report.samples_curve("T", str(tmp_path / "s.jsonl"), test, 5)
     for i, count in enumerate(right):
         draws = [any(t < count for t in chosen) for chosen in itertools.combinations(range(4), 2)]
         assert sampled.values[i, 1] == pytest.approx(np.mean(draws))
     assert sampled.kind == "unbiased" and np.isnan(sampled.values[:, 4]).all()
     samples(tmp_path / "r.jsonl", test, routed=True)
-    routed = curves.samples_curve("R", str(tmp_path / "r.jsonl"), test, 4)
+    routed = report.samples_curve("R", str(tmp_path / "r.jsonl"), test, 4)
     assert routed.kind == "ordered" and np.isnan(routed.mean).tolist() == [False, False, True, False]
-    oracle = curves.oracle_curve("oracle", POOL, test, 3)
+    oracle = report.oracle_curve("oracle", POOL, test, 3)
     assert (oracle.values == test.z.max(1, keepdims=True)).all()
 
 

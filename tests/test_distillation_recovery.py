@@ -99,9 +99,6 @@ def test_a_cut_model_is_taught_by_the_model_before_its_cuts(
         assert seen[-1].heads == heads and seen[-1].teacher_numbers == [0, 1]
 
 
-# ---------------------------------------------------------------- invariances of each term
-
-
 # ---------------------------------------------------------------- lengths
 
 

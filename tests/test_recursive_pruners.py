@@ -12,7 +12,6 @@ import torch
 from transformers import AutoTokenizer
 
 from lmeval_prune import InputError, load_pretrained, map_model
-from lmeval_prune.artefacts import Work
 from lmeval_prune.checkpoints.pruned import read_manifest
 from lmeval_prune.decoding import Engine
 from lmeval_prune.distillation.language_host import LanguageHost
@@ -28,7 +27,7 @@ from lmeval_prune.pruners.schedule import stages
 from lmeval_prune.pruners.sequential import Removal
 from lmeval_prune.surgery.cut import cut, cut_to
 from tests.athena_hosts import language_options
-from tests.kills import Killed, counted, run_killed
+from tests.kills import run_killed
 from tests.test_own_answers import task_file
 from tests.tiny_models import tiny
 
@@ -348,27 +347,3 @@ def test_stages_remove_whole_layers(options: DistillOptions) -> None:
     note = distill(replace(options, method="block_influence", pruning=pruning, ratio=0.5))
     assert len(map_model(load_pretrained(options.output)).attention) == 2
     assert len(note["stages"]) == 2 and [len(stage["heads"]) for stage in note["stages"]] == [3, 2]
-
-
-def test_a_killed_distillation_resumes_within_the_scores_of_a_stage(
-    options: DistillOptions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
-    """At the pass, in the first stage and in the second; progress is printed."""
-    whole = replace(options, method="block_kl", ratio=0.5)
-    again = replace(whole, output=str(tmp_path / "again"))
-    with pytest.MonkeyPatch.context() as patch:
-        calls = counted(patch, Work, "write_tensors")
-        distill(whole)
-    (written,) = calls
-    assert "step 1 of 1: scoring layers\n" in capsys.readouterr().out
-    for kill in (1, written - 3):
-        with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
-            counted(patch, Work, "write_tensors", kill)
-            distill(again)
-    with pytest.MonkeyPatch.context() as patch:
-        calls = counted(patch, Work, "write_tensors")
-        distill(again)
-    assert calls == [2]
-    assert not (tmp_path / "again.distilling").exists()
-    expected, actual = (load_pretrained(run_options.output).state_dict() for run_options in (whole, again))
-    assert expected.keys() == actual.keys() and all(torch.equal(expected[key], x) for key, x in actual.items())

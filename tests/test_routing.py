@@ -88,14 +88,6 @@ def test_a_routed_run_answers_as_the_sweep_did(tiny_folder: Path, store: Path, r
         assert texts == [cells[number, head] for head in heads]
 
 
-def test_without_repeats_the_first_head_answers(tiny_folder: Path, router: Path) -> None:
-    _, single = evaluate(tiny_folder, "prune_tiny_words", router=str(router))
-    _, four = evaluate(tiny_folder, router=str(router))
-    assert {n: (texts[0], heads) for n, (_, texts, heads) in single.items()} == {
-        n: (texts[0], heads[:1]) for n, (_, texts, heads) in four.items()
-    }
-
-
 @pytest.mark.parametrize("policy", ["random", "random_top", "best", "oracle"])
 def test_baselines_order_the_pool(tiny_folder: Path, store: Path, policy: str) -> None:
     results, samples = evaluate(tiny_folder, router=policy, router_store=str(store), router_seed=3)

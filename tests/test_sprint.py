@@ -11,7 +11,7 @@ import torch
 
 from lmeval_prune import InputError
 from lmeval_prune.models.answer_store import AnswerStore
-from lmeval_prune.models.head_router import DENSE, attempt_order
+from lmeval_prune.models.head_router import DENSE
 from lmeval_prune.sprint import router as policies
 from lmeval_prune.sprint.fit import fit, number_questions, split
 from lmeval_prune.sprint.options import FitOptions
@@ -105,20 +105,6 @@ def test_unsolved_questions_are_skipped_and_questions_solved_by_all_add_zero() -
     assert len(result) == 2 and float(result[0]) == 0 and float(result[1]) > 0
     none = losses.contrastive_loss(q[:1].requires_grad_(), v, z[:1], losses.agreement(z), 0.0)
     assert float(none) == 0 and none.requires_grad
-
-
-def test_printed_loss_is_unbounded_and_default_is_bounded() -> None:
-    z = random_z(torch.Generator().manual_seed(2), 20, 6, False)
-    s, q, start = losses.agreement(z), torch.randn(20, 4).double(), torch.randn(6, 4).double()
-    result = {}
-    for diversity in ("ball", "sphere", "unbounded"):
-        heads = [losses.constrain(start * scale, diversity, 1.0) for scale in (1, 10, 100, 1000)]
-        result[diversity] = [float(losses.contrastive_loss(q, v, z, s, 0.1)) for v in heads]
-    assert result["unbounded"][3] < -1e5
-    assert all(b < a for a, b in itertools.pairwise(result["unbounded"][1:]))
-    pairs = 6 * 5 / 2
-    for bounded in ("ball", "sphere"):
-        assert min(result[bounded]) >= -0.1 * pairs * 4  # no two points of the unit ball are further apart than 2
 
 
 def test_large_distances_stay_finite_in_float32() -> None:
@@ -299,23 +285,6 @@ def test_a_model_folder_may_be_renamed(tmp_path: Path) -> None:
     assert file_contents(tmp_path) == before
 
 
-def test_answers_of_a_killed_run_are_kept(tmp_path: Path) -> None:
-    filled(tmp_path / "whole", CELLS)
-    for rank in (0, 1):  # two ranks, none of which ends
-        texts = AnswerStore(tmp_path / "killed", rank)
-        for number, head, text in CELLS[rank:-1:2]:
-            texts.add(f"{number}{head}", text, {"task": "toy", "head": head, "tokens": [1, 2, number]})
-        texts.close()
-    OutcomeStore(tmp_path / "killed").begin(MODEL, TASKS, [row(i) for i in range(3)], ["dense", "L5H1"])
-    with (tmp_path / "killed/rank-0.jsonl").open("a") as file:
-        file.write('{"key": "2L5H1", "te')  # cut short
-    with pytest.raises(InputError):  # no outcomes yet
-        OutcomeStore(tmp_path / "killed").read()
-    assert len(AnswerStore(tmp_path / "killed").responses) == 5
-    filled(tmp_path / "killed", CELLS)
-    assert file_contents(tmp_path / "killed") == file_contents(tmp_path / "whole")
-
-
 def test_store_refuses_other_models_tasks_and_prompts(tmp_path: Path) -> None:
     filled(tmp_path / "a", CELLS)
     before = file_contents(tmp_path / "a")
@@ -335,10 +304,6 @@ def test_store_refuses_other_models_tasks_and_prompts(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="another run"):
         AnswerStore(tmp_path / "a")
     running.close()
-
-
-def test_attempt_order() -> None:
-    assert attempt_order(["L10H2", "dense", "L5H10", "L5H9", "dense"]) == ["dense", "L5H9", "L5H10", "L10H2"]
 
 
 # --------------------------------------------------------------------------- fitting and the artefact

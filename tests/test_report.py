@@ -16,11 +16,10 @@ from lmeval_prune.cli import main
 from lmeval_prune.models.head_router import DENSE
 from lmeval_prune.sprint import report
 from lmeval_prune.sprint import router as policies
-from lmeval_prune.sprint.fit import fit
 from lmeval_prune.sprint.options import FitOptions, ReportOptions
 from lmeval_prune.sprint.outcomes import Outcomes, OutcomeStore
 from lmeval_prune.sprint.report import write_report
-from lmeval_prune.sprint.router import Router
+from lmeval_prune.sprint.router import Router, fit
 
 POOL = [DENSE, "L5H0", "L5H1", "L10H0", "L10H1"]
 SUBJECTS = ("algebra", "geometry")

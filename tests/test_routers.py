@@ -10,9 +10,8 @@ import torch
 
 from lmeval_prune import InputError
 from lmeval_prune.scoring.passes import pass_ordered
-from lmeval_prune.sprint.fit import fit_embeddings
 from lmeval_prune.sprint.options import ROUTERS, FitOptions
-from lmeval_prune.sprint.router import Router
+from lmeval_prune.sprint.router import Router, fit_embeddings
 from lmeval_prune.sprint.routers.contrastive import NearestHeads
 from lmeval_prune.sprint.routers.knn import Neighbours, standardisation
 from tests.test_sprint import POOL, random_z, world

@@ -15,10 +15,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from lmeval_prune import HeadMask, InputError
 from lmeval_prune.models.head_router import DENSE
 from lmeval_prune.models.pruned_hf import PrunedHFLM
-from lmeval_prune.sprint.fit import fit
 from lmeval_prune.sprint.options import FitOptions, SweepOptions
 from lmeval_prune.sprint.outcomes import Outcomes, OutcomeStore
-from lmeval_prune.sprint.router import Router
+from lmeval_prune.sprint.router import Router, fit
 from lmeval_prune.sprint.sweep import run_sweep
 from tests.conftest import task_manager
 

@@ -13,10 +13,9 @@ from lmeval_prune import InputError
 from lmeval_prune.models.answer_store import AnswerStore
 from lmeval_prune.models.head_router import DENSE
 from lmeval_prune.sprint import router as policies
-from lmeval_prune.sprint.fit import fit, number_questions, split
 from lmeval_prune.sprint.options import FitOptions
 from lmeval_prune.sprint.outcomes import Outcomes, OutcomeStore
-from lmeval_prune.sprint.router import Router
+from lmeval_prune.sprint.router import Router, fit, number_questions, split
 from lmeval_prune.sprint.routers import contrastive as losses
 from lmeval_prune.sprint.routers.contrastive import NearestHeads
 from tests.conftest import file_contents

@@ -137,11 +137,6 @@ class DistillTrainer(ResumableTrainer):
         places = sum(int((batch["attention_mask"].sum(1) ** power).sum()) for batch in batches)
         return torch.tensor([items, places], dtype=torch.float64)
 
-    @staticmethod
-    def count_of(term: str, counts: Tensor) -> Tensor:
-        """Return the divisor of a term."""
-        return counts[1 if term == "feature" else 0]
-
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> tuple[list[Any], Any]:
         """Return the batches of an update and their counts over all processes, the divisors of the losses."""
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
@@ -167,7 +162,7 @@ class DistillTrainer(ResumableTrainer):
             if model.training:
                 self._training_sums[name] = self._training_sums.get(name, 0.0) + term.detach()
             else:
-                count = self.count_of(name, counts)
+                count = counts[int(name == "feature")]
                 sums = torch.stack([term.detach() * count, count])
                 self._validation_sums[name] = self._validation_sums.get(name, 0.0) + sums
         if model.training:
@@ -188,7 +183,7 @@ class DistillTrainer(ResumableTrainer):
             sums["response"] = options.temperature**2 * sums["response"]
         if features is not None:
             sums["feature"] = features.term(target, outputs, inputs["attention_mask"])
-        return outputs, {name: total / self.count_of(name, counts) for name, total in sums.items()}
+        return outputs, {name: total / counts[int(name == "feature")] for name, total in sums.items()}
 
     def total(self, terms: Mapping[str, Any]) -> Any:
         """Return λ₁·(response + feature) + λ₂·task of the available terms (eq. 6)."""

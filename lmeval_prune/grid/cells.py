@@ -186,9 +186,30 @@ def _cells(
         checkpoint = Checkpoint(loading)
         models[loading_key] = checkpoint, checkpoint.identity()
     checkpoint, model = models[loading_key]
-    engine = _engine(variant, arguments, checkpoint)
+    is_encoder_decoder = checkpoint.config.is_encoder_decoder
+    engine = str(variant.model_args.get("engine", "auto"))
+    if variant.served:
+        engine = str(variant.model_args.get("server", ServerOptions.server))
+    elif engine == "auto":  # the fastest engine that generates the same texts
+        can_batch = all((x.tokenwise or x.by_sequence) and not x.needs_order for x in arguments.interventions)
+        engine = "batched" if can_batch and not is_encoder_decoder else "generate"
     computation = _computation(variant, arguments, checkpoint, engine, grid.batch_size)
-    identity = _variant_identity(variant, arguments, checkpoint, model)
+    interventions: list[Any] = [intervention.identity(checkpoint.map) for intervention in arguments.interventions]
+    if interventions:
+        interventions.append(digest(checkpoint.map.signature()))
+    prepared: dict[str, Any] = {}
+    for name, settings in variant.prepare.items():
+        preparation = make_preparation(name, settings)
+        preparation.check(checkpoint.map)
+        prepared = {"name": name, **preparation.identity(), "seed": variant.seed, "versions": versions(served=False)}
+        prepared["key"] = digest([model, prepared])
+    router = {name: variant.model_args[name] for name in ROUTER_ARGUMENTS if name in variant.model_args}
+    identity = {
+        "model": model,
+        "interventions": interventions,
+        "router": {name: argument_identity(name, value) for name, value in router.items()},
+        "preparation": prepared,
+    }
     template = checkpoint.chat_template(grid.apply_chat_template)
     model_digest = digest([model, computation] if computation else model)
     answers = f"{Path(str(arguments.pretrained)).name}-{model_digest[:8]}"
@@ -224,46 +245,12 @@ def _cells(
             },
             metadata=dict(grid.metadata),
             identity=cell_identity,
-            prepared=identity["preparation"].get("key", ""),
+            prepared=prepared.get("key", ""),
             answers="/".join(re.sub(r"[^\w.-]", "_", part) for part in (answers, grid_task.name)),
             computing={"batch_size": grid.batch_size, **({"device": grid.device} if grid.device else {})},
             engine=engine,
-            measurable=not (variant.served or arguments.router or checkpoint.config.is_encoder_decoder),
+            measurable=not (variant.served or arguments.router or is_encoder_decoder),
         )
-
-
-def _variant_identity(
-    variant: Variant, arguments: Arguments, checkpoint: Checkpoint, model: dict[str, Any]
-) -> dict[str, Any]:
-    router_arguments = {name: variant.model_args[name] for name in ROUTER_ARGUMENTS if name in variant.model_args}
-    interventions: list[Any] = [intervention.identity(checkpoint.map) for intervention in arguments.interventions]
-    if interventions:
-        interventions.append(digest(checkpoint.map.signature()))
-    prepared: dict[str, Any] = {}
-    for name, settings in variant.prepare.items():
-        preparation = make_preparation(name, settings)
-        preparation.check(checkpoint.map)
-        prepared = {"name": name, **preparation.identity(), "seed": variant.seed, "versions": versions(served=False)}
-        prepared["key"] = digest([model, prepared])
-    return {
-        "model": model,
-        "interventions": interventions,
-        "router": {name: argument_identity(name, value) for name, value in router_arguments.items()},
-        "preparation": prepared,
-    }
-
-
-def _engine(variant: Variant, arguments: Arguments, checkpoint: Checkpoint) -> str:
-    """Return the server kind, or the variant's engine; by default the fastest engine that generates the same texts."""
-    if variant.served:
-        return str(variant.model_args.get("server", ServerOptions.server))
-    if (engine := variant.model_args.get("engine", "auto")) != "auto":
-        return str(engine)
-    can_batch = all(
-        (intervention.tokenwise or intervention.by_sequence) and not intervention.needs_order
-        for intervention in arguments.interventions
-    )
-    return "batched" if can_batch and not checkpoint.config.is_encoder_decoder else "generate"
 
 
 def _computation(

@@ -35,7 +35,7 @@ from lmeval_prune.models.arguments import Arguments
 from lmeval_prune.models.head_router import POLICIES
 from lmeval_prune.models.identity import Checkpoint
 from lmeval_prune.models.pruned_server import PrunedServerLM
-from lmeval_prune.models.servers import without_server
+from lmeval_prune.models.servers import RECORD, without_server
 from lmeval_prune.profiling.costs import flops_of, parameters
 from lmeval_prune.profiling.speed import decoding_rates
 
@@ -158,7 +158,7 @@ class Worker:
             self.close()
             stored = {"responses": responses} if responses else {}
             model_args = {**cell.model_args(self.folder.prepared), **cell.computing, **stored}
-            self.lm = ServedLM(self.folder.servers, **model_args)
+            self.lm = ServedLM(self.folder.path / "answers" / RECORD, **model_args)
             return self.lm
         arguments = replace(arguments, others={**arguments.others, **cell.computing}, responses=responses)
         is_prepared = arguments.pretrained != cell.variant.model_args["pretrained"]
@@ -206,7 +206,8 @@ class Worker:
         arguments = self._arguments(cell)
         needs_order = any(intervention.needs_order for intervention in arguments.interventions)
         start = time.perf_counter()
-        lm = self._load(cell, arguments, None if needs_order else str(self.folder.answers(cell.answers)))
+        responses = None if needs_order else str(self.folder.path / "answers" / file_name(cell.answers))
+        lm = self._load(cell, arguments, responses)
         loaded = time.perf_counter()
         store = lm.store
         stored_before = len(store.responses) if store else 0

@@ -46,14 +46,8 @@ def write(
         subject = SUBJECTS[number % 2]
         where = {"task": "toy", "split": "test", "doc_id": number}
         question = f"Question {number}: a problem of {subject} number {number}"
-        rows.append(
-            {
-                **where,
-                "question": question,
-                "prompt": digest("prompt"),
-                "attributes": {"subject": subject, "level": number % 3},
-            }
-        )
+        attributes = {"subject": subject, "level": number % 3}
+        rows.append({**where, "question": question, "prompt": digest("prompt"), "attributes": attributes})
         for j, head in enumerate(pool):
             good = head == ("L5H1" if subject == "algebra" else "L10H1")
             z[i, j] = generator.random() < (0.8 if good else 0.3)
@@ -134,10 +128,7 @@ def test_the_table_and_its_gains(stores: tuple[Outcomes, Outcomes]) -> None:
 def test_best_head_gains_by_chance() -> None:
     """All columns are equally good: the best column seems better, by as much as the shuffled gain."""
     z = (np.random.default_rng(0).random((60, 5)) < 0.4).astype(np.float32)
-    rows = [
-        {"task": "toy", "split": "s", "doc_id": i, "question": str(i), "prompt": "", "attributes": {}}
-        for i in range(60)
-    ]
+    rows = [{"question": str(i), "task": "toy", "attributes": {}} for i in range(60)]
     outcomes = Outcomes(z, [DENSE, *(f"L0H{h}" for h in range(4))], rows)
     groups = report.groups_of(outcomes)
     luck = report.gains_by_chance(outcomes, groups, draws=2000)["L0"]

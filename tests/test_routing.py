@@ -117,21 +117,6 @@ def test_questions_that_a_policy_was_made_from_are_no_test(
         )
 
 
-def test_killed_routed_run_resumes(tiny_folder: Path, router: Path, tmp_path: Path) -> None:
-    whole, samples = evaluate(tiny_folder, router=str(router))
-    responses = tmp_path / "responses"
-    evaluate(tiny_folder, router=str(router), responses=str(responses))
-    (journal,) = responses.glob("rank-*.jsonl")
-    lines = journal.read_text().splitlines(keepends=True)
-    assert len(lines) == 12
-    journal.write_text("".join(lines[:5]))
-    again, resumed = evaluate(tiny_folder, router=str(router), responses=str(responses))
-    assert resumed == samples and again["results"] == whole["results"]
-    assert len(journal.read_text().splitlines()) == 12
-    evaluate(tiny_folder, router="random", router_pool="L0H*", responses=str(responses))
-    assert len(journal.read_text().splitlines()) > 12  # another policy's answers are its own
-
-
 def test_unsuitable_tasks_and_models_are_refused(tiny_folder: Path, router: Path, store: Path, tmp_path: Path) -> None:
     with pytest.raises(InputError):
         evaluate(tiny_folder, "prune_tiny_choice", router=str(router))

@@ -144,17 +144,7 @@ def test_ties_are_broken_by_attempt_order() -> None:
 def outcomes(z: list, texts: list[str] | None = None, pool: list[str] | None = None) -> Outcomes:
     array = np.array(z, np.float32)
     names = texts or [f"question {i}" for i in range(len(array))]
-    rows = [
-        {
-            "task": "toy",
-            "split": "test",
-            "doc_id": i,
-            "question": text,
-            "prompt": "",
-            "attributes": {"subject": "ab"[i % 2]},
-        }
-        for i, text in enumerate(names)
-    ]
+    rows = [{**row(i, ""), "question": text, "attributes": {"subject": "ab"[i % 2]}} for i, text in enumerate(names)]
     return Outcomes(array, pool or POOL[: array.shape[1]], rows, {"weights": "w", "name": "toy"}, {"toy": {}})
 
 
@@ -211,14 +201,8 @@ TASKS = {"toy": {"metric": "exact_match,none"}}
 
 
 def row(number: int, prompt: str = "p") -> dict:
-    return {
-        "task": "toy",
-        "split": "test",
-        "doc_id": number,
-        "question": f"q{number}",
-        "prompt": prompt,
-        "attributes": {},
-    }
+    key = {"task": "toy", "split": "test", "doc_id": number}
+    return {**key, "question": f"q{number}", "prompt": prompt, "attributes": {}}
 
 
 def filled(
@@ -315,14 +299,8 @@ def test_outcomes_that_teach_nothing_are_refused(z: list) -> None:
 
 
 def test_fit_counts_skipped_questions(tmp_path: Path) -> None:
-    texts = [
-        "How many apples?",
-        "What is two plus two?",
-        "A train goes 60 miles.",
-        "Ten birds fly.",
-        "Six by seven?",
-    ] * 2
-    texts = [f"{text} ({i})" for i, text in enumerate(texts)]
+    texts = ["How many apples?", "What is two plus two?", "A train goes 60 miles.", "Ten birds fly.", "Six by seven?"]
+    texts = [f"{text} ({i})" for i, text in enumerate(texts * 2)]
     z = [[0, 0, 0], [1, 1, 1], *([[0, 1, 0], [1, 0, 0]] * 4)]
     router = fit(outcomes(z, texts), "all-minilm-l6-v2", FitOptions(epochs=3))
     about = router.about

@@ -162,14 +162,6 @@ class Outcomes:
         counts = self.observed.sum(0)
         return np.where(counts > 0, np.nansum(self.z, 0) / np.maximum(counts, 1), np.nan)
 
-    @cached_property
-    def row_of(self) -> dict[str, int]:
-        """Return the row of each question text; `InputError` if two rows have the same text."""
-        rows = {text: i for i, text in enumerate(self.texts)}
-        if len(rows) < len(self.texts):
-            raise InputError("the outcome store has the same question twice, so its outcome is ambiguous")
-        return rows
-
 
 class OutcomeStore:
     """A folder with outcomes; the module docstring lists its files. Only one process of a run writes.

@@ -345,9 +345,12 @@ def best(outcomes: Outcomes) -> Policy:
 
 def oracle(outcomes: Outcomes) -> Policy:
     """Order the heads that solve the question first: an upper bound, not a method."""
+    row_of = {text: i for i, text in enumerate(outcomes.texts)}
+    if len(row_of) < len(outcomes.texts):
+        raise InputError("the outcome store has the same question twice, so its outcome is ambiguous")
 
     def order(questions: Sequence[str]) -> list[list[str]]:
-        z = np.nan_to_num(outcomes.z[[outcomes.row_of[question] for question in questions]], nan=0.0)
+        z = np.nan_to_num(outcomes.z[[row_of[question] for question in questions]], nan=0.0)
         return [[outcomes.pool[j] for j in row] for row in np.argsort(-z, axis=1, kind="stable")]
 
     identity = {"policy": "oracle", "outcomes": digest(np.nan_to_num(outcomes.z, nan=-1).tolist())}

@@ -66,8 +66,7 @@ def distill(options: DistillOptions) -> dict[str, Any]:
     for name, model in (("pretrained", options.pretrained), ("teacher", options.other_teacher)):
         if model:
             settings |= {name: host.identity(model), f"{name}_files": host.configuration(model)}
-    foreign = {each: PRUNERS.load(each) for each in options.methods if each not in PRUNERS.own}
-    settings |= {f"{each}_class": f"{import_path(kind)}, version {kind.version}" for each, kind in foreign.items()}
+    settings |= foreign_methods(options)
     if options.prompts:
         settings |= {"prompts": "", "prompts_file": content_digest(options.prompts)}
     work = target.with_name(f"{target.name}.distilling")
@@ -246,6 +245,12 @@ def _content(artefact: Mapping[str, Any]) -> dict[str, Any]:
 
 
 # ---------------------------------------------------------------------- what a stage removes
+
+
+def foreign_methods(options: DistillOptions) -> dict[str, str]:
+    """Return import path and version of each pruner from another package, which its name does not determine."""
+    kinds = {name: PRUNERS.load(name) for name in options.methods if name not in PRUNERS.own}
+    return {f"{name}_class": f"{import_path(kind)}, version {kind.version}" for name, kind in kinds.items()}
 
 
 def stage_pruners(options: DistillOptions, stage: int) -> tuple[Pruner, Pruner]:

@@ -270,13 +270,13 @@ def tested_language(folder: Path, fold: int, answers_file: Path) -> None:
 
 def judged(model: Any, fold: int, most: int = JUDGED) -> dict[str, Any]:
     """Return a batch of test problems with their gold graphs, which a model judges, whatever it would have searched."""
-    from lmeval_prune.athena.batches import Collator, make_examples
+    from lmeval_prune.athena.batches import collate, make_examples
     from lmeval_prune.athena.problems import GroundedProblem
     from lmeval_prune.tasks import data
 
     problems = [problem for row in data.load("asdiv_a", f"fold{fold}") if (problem := GroundedProblem.of(row))][:most]
     examples = make_examples(problems, model.tokenizer, model.settings)
-    batch = Collator(len(model.settings.constants), model.tokenizer.pad_token_id)(examples)
+    batch = collate(examples, len(model.settings.constants), model.tokenizer.pad_token_id)
     return {name: value for name, value in batch.items() if name != "labels"}
 
 

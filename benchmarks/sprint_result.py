@@ -103,10 +103,10 @@ def main() -> None:
     registration.register()
     from lm_eval import simple_evaluate
 
-    from lmeval_prune.sprint.fit import fit
     from lmeval_prune.sprint.options import FitOptions, ReportOptions, SweepOptions
     from lmeval_prune.sprint.outcomes import OutcomeStore
     from lmeval_prune.sprint.report import write_report
+    from lmeval_prune.sprint.router import fit
     from lmeval_prune.sprint.sweep import run_sweep
 
     model = work / "model"

@@ -14,6 +14,7 @@ import torch
 from lmeval_prune.athena.batches import Example, make_examples
 from lmeval_prune.athena.checkpoint import begin
 from lmeval_prune.athena.model import Athena
+from lmeval_prune.athena.options import TrainOptions
 from lmeval_prune.athena.problems import GroundedProblem
 from lmeval_prune.distillation.options import DistillOptions
 from tests.tiny_models import tiny
@@ -109,6 +110,13 @@ def data_folder(folder: Path, rows: int = 30) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "asdiv.jsonl").write_text("".join(lines), encoding="utf-8")
     return folder
+
+
+def train_options(folder: Path, **changes: Any) -> TrainOptions:
+    """An ATHENA's training on 20 problems; 4 for validation, 6 for the test."""
+    encoder, data = encoder_folder(folder / "encoder", dtype=torch.float32), data_folder(folder / "data")
+    paths = {"output": str(folder / "host"), "encoder": str(encoder), "data_dir": str(data)}
+    return TrainOptions(**{**paths, "validation": 0.2, "seed": 1, **changes})
 
 
 def language_options(model: str | Path, folder: Path, **changes: Any) -> DistillOptions:

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lmeval_prune import HeadMask, InputError, map_model
-from lmeval_prune.athena.batches import Collator, EncodedProblem
+from lmeval_prune import InputError, map_model
+from lmeval_prune.athena.batches import EncodedProblem, collate
 from lmeval_prune.athena.checkpoint import read, write
 from lmeval_prune.athena.model import Athena
 from lmeval_prune.athena.problems import Problem
@@ -144,7 +144,7 @@ class Literal:
 
 
 def collated(model: Athena, some: list) -> dict:
-    return Collator(len(model.settings.constants), model.tokenizer.pad_token_id)(some)
+    return collate(some, len(model.settings.constants), model.tokenizer.pad_token_id)
 
 
 def encoded(model: Athena) -> list[EncodedProblem]:
@@ -273,18 +273,3 @@ def test_saved_model_round_trip(tmp_path: Path, family: str) -> None:
         read(tmp_path / "host")
     with pytest.raises(InputError):
         read(tmp_path)
-
-
-def test_masked_heads_are_zeroed_columns_of_the_output_projection(encoder: Path) -> None:
-    model, masked = host(encoder), host(encoder)
-    inputs = collated(model, examples(model))
-    with torch.no_grad():
-        for layer, head in ((0, 1), (1, 2), (1, 3)):
-            model.encoder.encoder.layer[layer].attention.output.dense.weight[:, 8 * head : 8 * head + 8] = 0
-        expected, dense = model(**inputs), masked(**inputs)
-        with HeadMask("L0H1+L1H2-3").applied_to(masked.encoder):
-            actual = masked(**inputs)
-        torch.testing.assert_close(actual.reason, expected.reason, **CLOSE)
-        torch.testing.assert_close(actual.answer, expected.answer, **CLOSE)
-        assert (dense.reason - expected.reason).abs().max() > 1e-4
-        assert torch.equal(masked(**inputs).reason, dense.reason)

@@ -99,19 +99,7 @@ def test_a_cut_model_is_taught_by_the_model_before_its_cuts(
         assert seen[-1].heads == heads and seen[-1].teacher_numbers == [0, 1]
 
 
-# ---------------------------------------------------------------- invariances of each term
-
-
 # ---------------------------------------------------------------- lengths
-
-
-def resized(source: Path, folder: Path, positions: int, family: str = "llama") -> Path:
-    """Save a model of another number of positions, with the tokenizer of a folder."""
-    tokenizer = AutoTokenizer.from_pretrained(source)
-    name = "n_positions" if family == "gpt2" else "max_position_embeddings"
-    tiny(family, vocab_size=len(tokenizer), **{name: positions}).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
 
 
 def test_lessons_are_at_most_as_long_as_the_positions(
@@ -126,7 +114,9 @@ def test_lessons_are_at_most_as_long_as_the_positions(
 
     monkeypatch.setattr(Answerer, "answers", answers)
     monkeypatch.setattr(Answerer, "outcomes", lambda self, questions, answers: [True] * len(questions))
-    short = str(resized(Path(options.pretrained), tmp_path / "short", 250))
+    short, tokenizer = str(tmp_path / "short"), AutoTokenizer.from_pretrained(options.pretrained)
+    tiny("llama", vocab_size=len(tokenizer), max_position_embeddings=250).save_pretrained(short)
+    tokenizer.save_pretrained(short)
     taught = {"train_on": "teacher", "max_gen_toks": 100}
     whole = replace(options, pretrained=short, teacher=options.pretrained, epochs=1, **taught)
     note = distill(whole)["material"]["lessons"]["train"]
@@ -181,9 +171,6 @@ def test_problems_that_ask_the_same_are_on_one_side(options: DistillOptions, tmp
     (tmp_path / "own" / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     examples = make_host(own).examples()
     assert (len(examples.train), len(examples.validation)) == (16, 4)
-    rows = [{"question": f"Say {'one' if n < 12 else 'two'} number.", "answer": str(n)} for n in range(20)]
-    (tmp_path / "own" / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    assert len(make_host(replace(own, validation=0.1)).examples().validation) == 8
 
 
 @pytest.mark.parametrize("ends", [False, True], ids=["killed", "complete"])
@@ -309,7 +296,7 @@ def test_prompts_with_test_questions_are_left_out(options: DistillOptions, tmp_p
     path.write_text("".join(json.dumps({"prompt": row}) + "\n" for row in rows))
     prompts, counts = read_prompts(replace(options, prompts=str(path)), make_host(options).tokenizer, search)
     assert counts["with_test_questions"] == 1 and counts["documents"] == 3
-    assert {prompt.text for prompt in prompts} == {*rows[1:]}
+    assert {prompt.question.prompt for prompt in prompts if prompt.question} == {*rows[1:]}
 
 
 @pytest.mark.parametrize("question", ["", "???", " \n", "Why?", "What is the capital of France?", "多少?"])

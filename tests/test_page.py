@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import gzip
-import json
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -173,26 +172,6 @@ def test_the_page_in_a_browser(open_page: Open, tmp_path: Path) -> None:
     assert page.input_value("#b") == "worse"
     page.select_option("#cost", "flops_per_token")
     assert "FLOPs per token" in page.inner_html("#plot")
-
-
-def test_figures_are_better_or_worse_not_right(open_page: Open, tmp_path: Path) -> None:
-    values: dict[str, dict[str, Any]] = {
-        name: {"t": [question("t", i, float(i + more), f"{name} {i}") for i in range(6)]}
-        for name, more in (("dense", 1), ("worse", 0))
-    }
-    path = write_grid(tmp_path / "g", values, "dense")
-    assert main(["grid", "compare", str(path)]) == 0
-    page = open_page(path)
-    labels = [button.inner_text() for button in page.query_selector_all("#counts button")]
-    assert labels == ["answers differ: 6", "A better: 6", "B better: 0", "all: 6"]
-    assert page.get_attribute("[data-kind=differ]", "aria-pressed") == "true"
-    page.select_option("#b", "dense")  # nothing differs: all questions are shown
-    assert page.inner_text("[data-kind=differ]") == "answers differ: 0"
-    assert page.get_attribute("[data-kind=all]", "aria-pressed") == "true"
-    assert len(page.query_selector_all("#questions .item")) == 6
-    page.click("[data-kind=differ]")
-    assert page.get_attribute("[data-kind=differ]", "aria-pressed") == "true"
-    assert page.query_selector_all(".answer.right") == []
 
 
 def test_a_page_without_the_texts_of_a_task(open_page: Open, tmp_path: Path) -> None:
@@ -374,12 +353,3 @@ def test_without_scripts_the_page_is_the_report(grid: Path, open_page: Open) -> 
     assert page.locator("#report tr").count() == len(rows)
     assert "need JavaScript" in page.inner_text("#report")
     assert page.evaluate("() => document.documentElement.scrollWidth") <= 360
-
-
-def test_packed_answers_are_the_answers(grid: Path) -> None:
-    tables, *blocks = map(json.loads, unpacked(grid))
-    assert tables["question_tasks"] == ["gsm8k", "asdiv, as given"] and len(blocks) == 2
-    for block in blocks:
-        for name, numbers in block["answers"].items():
-            texts = [block["texts"][number] for number in numbers]
-            assert [text.endswith(f"{i} by {name}") for i, text in enumerate(texts)] == [True] * 40

@@ -24,9 +24,8 @@ from lmeval_prune.models.arguments import Arguments
 from lmeval_prune.pruners.base import Pruner, Scores
 from lmeval_prune.pruners.table import PRUNERS
 from lmeval_prune.registry import Registry
-from lmeval_prune.sprint.fit import fit_embeddings
 from lmeval_prune.sprint.options import ROUTERS, FitOptions
-from lmeval_prune.sprint.router import Router
+from lmeval_prune.sprint.router import Router, fit_embeddings
 from tests.tiny_models import tiny
 
 MAP = map_model(tiny("llama"))

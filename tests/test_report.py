@@ -14,13 +14,12 @@ from lmeval_prune import InputError
 from lmeval_prune.artefacts import digest
 from lmeval_prune.cli import main
 from lmeval_prune.models.head_router import DENSE
-from lmeval_prune.sprint import curves, report
+from lmeval_prune.sprint import report
 from lmeval_prune.sprint import router as policies
-from lmeval_prune.sprint.fit import fit
 from lmeval_prune.sprint.options import FitOptions, ReportOptions
 from lmeval_prune.sprint.outcomes import Outcomes, OutcomeStore
 from lmeval_prune.sprint.report import write_report
-from lmeval_prune.sprint.router import Router
+from lmeval_prune.sprint.router import Router, fit
 
 POOL = [DENSE, "L5H0", "L5H1", "L10H0", "L10H1"]
 SUBJECTS = ("algebra", "geometry")
@@ -47,14 +46,8 @@ def write(
         subject = SUBJECTS[number % 2]
         where = {"task": "toy", "split": "test", "doc_id": number}
         question = f"Question {number}: a problem of {subject} number {number}"
-        rows.append(
-            {
-                **where,
-                "question": question,
-                "prompt": digest("prompt"),
-                "attributes": {"subject": subject, "level": number % 3},
-            }
-        )
+        attributes = {"subject": subject, "level": number % 3}
+        rows.append({**where, "question": question, "prompt": digest("prompt"), "attributes": attributes})
         for j, head in enumerate(pool):
             good = head == ("L5H1" if subject == "algebra" else "L10H1")
             z[i, j] = generator.random() < (0.8 if good else 0.3)
@@ -92,26 +85,26 @@ def stores(tmp_path: Path) -> tuple[Outcomes, Outcomes]:
 
 def test_curves(stores: tuple[Outcomes, Outcomes], tmp_path: Path) -> None:
     train, test = stores
-    ordered = curves.policy_curve("best", policies.best(train), test, 3)
+    ordered = report.policy_curve("best", policies.best(train), test, 3)
     order = policies.best(train).pool
     for i, row in enumerate(test.z):
         tries = [row[POOL.index(head)] for head in order]
         assert ordered.values[i].tolist() == [float(any(tries[: k + 1])) for k in range(3)]
-    drawn = curves.random_curve("random", POOL, test, 3)
+    drawn = report.random_curve("random", POOL, test, 3)
     for i, row in enumerate(test.z):  # the expectation, by going through all draws
         for k in (1, 2, 3):
             draws = [any(row[list(chosen)]) for chosen in itertools.combinations(range(5), k)]
             assert drawn.values[i, k - 1] == pytest.approx(np.mean(draws))
     right = samples(tmp_path / "s.jsonl", test)
-    sampled = curves.samples_curve("T", str(tmp_path / "s.jsonl"), test, 5)
+    sampled = report.samples_curve("T", str(tmp_path / "s.jsonl"), test, 5)
     for i, count in enumerate(right):
         draws = [any(t < count for t in chosen) for chosen in itertools.combinations(range(4), 2)]
         assert sampled.values[i, 1] == pytest.approx(np.mean(draws))
     assert sampled.kind == "unbiased" and np.isnan(sampled.values[:, 4]).all()
     samples(tmp_path / "r.jsonl", test, routed=True)
-    routed = curves.samples_curve("R", str(tmp_path / "r.jsonl"), test, 4)
+    routed = report.samples_curve("R", str(tmp_path / "r.jsonl"), test, 4)
     assert routed.kind == "ordered" and np.isnan(routed.mean).tolist() == [False, False, True, False]
-    oracle = curves.oracle_curve("oracle", POOL, test, 3)
+    oracle = report.oracle_curve("oracle", POOL, test, 3)
     assert (oracle.values == test.z.max(1, keepdims=True)).all()
 
 
@@ -135,10 +128,7 @@ def test_the_table_and_its_gains(stores: tuple[Outcomes, Outcomes]) -> None:
 def test_best_head_gains_by_chance() -> None:
     """All columns are equally good: the best column seems better, by as much as the shuffled gain."""
     z = (np.random.default_rng(0).random((60, 5)) < 0.4).astype(np.float32)
-    rows = [
-        {"task": "toy", "split": "s", "doc_id": i, "question": str(i), "prompt": "", "attributes": {}}
-        for i in range(60)
-    ]
+    rows = [{"question": str(i), "task": "toy", "attributes": {}} for i in range(60)]
     outcomes = Outcomes(z, [DENSE, *(f"L0H{h}" for h in range(4))], rows)
     groups = report.groups_of(outcomes)
     luck = report.gains_by_chance(outcomes, groups, draws=2000)["L0"]

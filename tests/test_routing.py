@@ -15,10 +15,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from lmeval_prune import HeadMask, InputError
 from lmeval_prune.models.head_router import DENSE
 from lmeval_prune.models.pruned_hf import PrunedHFLM
-from lmeval_prune.sprint.fit import fit
 from lmeval_prune.sprint.options import FitOptions, SweepOptions
 from lmeval_prune.sprint.outcomes import Outcomes, OutcomeStore
-from lmeval_prune.sprint.router import Router
+from lmeval_prune.sprint.router import Router, fit
 from lmeval_prune.sprint.sweep import run_sweep
 from tests.conftest import task_manager
 
@@ -88,14 +87,6 @@ def test_a_routed_run_answers_as_the_sweep_did(tiny_folder: Path, store: Path, r
         assert texts == [cells[number, head] for head in heads]
 
 
-def test_without_repeats_the_first_head_answers(tiny_folder: Path, router: Path) -> None:
-    _, single = evaluate(tiny_folder, "prune_tiny_words", router=str(router))
-    _, four = evaluate(tiny_folder, router=str(router))
-    assert {n: (texts[0], heads) for n, (_, texts, heads) in single.items()} == {
-        n: (texts[0], heads[:1]) for n, (_, texts, heads) in four.items()
-    }
-
-
 @pytest.mark.parametrize("policy", ["random", "random_top", "best", "oracle"])
 def test_baselines_order_the_pool(tiny_folder: Path, store: Path, policy: str) -> None:
     results, samples = evaluate(tiny_folder, router=policy, router_store=str(store), router_seed=3)
@@ -124,21 +115,6 @@ def test_questions_that_a_policy_was_made_from_are_no_test(
         assert [record.getMessage() for record in caplog.records if "no test" in record.getMessage()] == (
             [warned] if count else []
         )
-
-
-def test_killed_routed_run_resumes(tiny_folder: Path, router: Path, tmp_path: Path) -> None:
-    whole, samples = evaluate(tiny_folder, router=str(router))
-    responses = tmp_path / "responses"
-    evaluate(tiny_folder, router=str(router), responses=str(responses))
-    (journal,) = responses.glob("rank-*.jsonl")
-    lines = journal.read_text().splitlines(keepends=True)
-    assert len(lines) == 12
-    journal.write_text("".join(lines[:5]))
-    again, resumed = evaluate(tiny_folder, router=str(router), responses=str(responses))
-    assert resumed == samples and again["results"] == whole["results"]
-    assert len(journal.read_text().splitlines()) == 12
-    evaluate(tiny_folder, router="random", router_pool="L0H*", responses=str(responses))
-    assert len(journal.read_text().splitlines()) > 12  # another policy's answers are its own
 
 
 def test_unsuitable_tasks_and_models_are_refused(tiny_folder: Path, router: Path, store: Path, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from lmeval_prune import InputError
+from lmeval_prune.artefacts import file_name
 from lmeval_prune.grid.cells import cells_of
 from lmeval_prune.grid.configuration import Grid
 from lmeval_prune.grid.folder import GridFolder
@@ -86,7 +87,7 @@ def test_a_grid_has_models_of_several_names(tiny_folder: Path, retrained: Path, 
         settings = {"limit": 1, "gen_kwargs": {"max_gen_toks": 4}, "measure": False}
         grid = Grid.of({"model": model, "variants": variants, "tasks": ["prune_tiny_words"], **settings})
         assert run(grid, str(tmp_path)).failed == []
-    folders = [GridFolder(tmp_path).answers(cell.answers) for cell in cells_of(grid)]
+    folders = [tmp_path / "answers" / file_name(cell.answers) for cell in cells_of(grid)]
     ((whole,), (quantised,)) = ([row["response"] for row in read_answers(folder)] for folder in folders)
     assert whole != quantised
 

@@ -18,9 +18,9 @@ from lmeval_prune.export.manifest import MANIFEST, SCHEMA, VERSION
 from lmeval_prune.models.pruned_hf import PrunedHFLM
 from lmeval_prune.models.pruned_server import PrunedServerLM
 from lmeval_prune.models.servers import RECORD
-from lmeval_prune.sprint.fit import fit
 from lmeval_prune.sprint.options import FitOptions, SweepOptions
 from lmeval_prune.sprint.outcomes import OutcomeStore
+from lmeval_prune.sprint.router import fit
 from lmeval_prune.sprint.sweep import run_sweep
 from tests.conftest import file_contents
 from tests.stub_server import Stub

@@ -11,12 +11,11 @@ import torch
 
 from lmeval_prune import InputError
 from lmeval_prune.models.answer_store import AnswerStore
-from lmeval_prune.models.head_router import DENSE, attempt_order
+from lmeval_prune.models.head_router import DENSE
 from lmeval_prune.sprint import router as policies
-from lmeval_prune.sprint.fit import fit, number_questions, split
 from lmeval_prune.sprint.options import FitOptions
 from lmeval_prune.sprint.outcomes import Outcomes, OutcomeStore
-from lmeval_prune.sprint.router import Router
+from lmeval_prune.sprint.router import Router, fit, number_questions, split
 from lmeval_prune.sprint.routers import contrastive as losses
 from lmeval_prune.sprint.routers.contrastive import NearestHeads
 from tests.conftest import file_contents
@@ -107,20 +106,6 @@ def test_unsolved_questions_are_skipped_and_questions_solved_by_all_add_zero() -
     assert float(none) == 0 and none.requires_grad
 
 
-def test_printed_loss_is_unbounded_and_default_is_bounded() -> None:
-    z = random_z(torch.Generator().manual_seed(2), 20, 6, False)
-    s, q, start = losses.agreement(z), torch.randn(20, 4).double(), torch.randn(6, 4).double()
-    result = {}
-    for diversity in ("ball", "sphere", "unbounded"):
-        heads = [losses.constrain(start * scale, diversity, 1.0) for scale in (1, 10, 100, 1000)]
-        result[diversity] = [float(losses.contrastive_loss(q, v, z, s, 0.1)) for v in heads]
-    assert result["unbounded"][3] < -1e5
-    assert all(b < a for a, b in itertools.pairwise(result["unbounded"][1:]))
-    pairs = 6 * 5 / 2
-    for bounded in ("ball", "sphere"):
-        assert min(result[bounded]) >= -0.1 * pairs * 4  # no two points of the unit ball are further apart than 2
-
-
 def test_large_distances_stay_finite_in_float32() -> None:
     q, v = torch.full((1, 8), 100.0), torch.stack([torch.full((8,), -100.0), torch.full((8,), -99.0)])
     result = losses.ranking_losses(q, v, torch.tensor([[1.0, 0.0]]))
@@ -159,17 +144,7 @@ def test_ties_are_broken_by_attempt_order() -> None:
 def outcomes(z: list, texts: list[str] | None = None, pool: list[str] | None = None) -> Outcomes:
     array = np.array(z, np.float32)
     names = texts or [f"question {i}" for i in range(len(array))]
-    rows = [
-        {
-            "task": "toy",
-            "split": "test",
-            "doc_id": i,
-            "question": text,
-            "prompt": "",
-            "attributes": {"subject": "ab"[i % 2]},
-        }
-        for i, text in enumerate(names)
-    ]
+    rows = [{**row(i, ""), "question": text, "attributes": {"subject": "ab"[i % 2]}} for i, text in enumerate(names)]
     return Outcomes(array, pool or POOL[: array.shape[1]], rows, {"weights": "w", "name": "toy"}, {"toy": {}})
 
 
@@ -226,14 +201,8 @@ TASKS = {"toy": {"metric": "exact_match,none"}}
 
 
 def row(number: int, prompt: str = "p") -> dict:
-    return {
-        "task": "toy",
-        "split": "test",
-        "doc_id": number,
-        "question": f"q{number}",
-        "prompt": prompt,
-        "attributes": {},
-    }
+    key = {"task": "toy", "split": "test", "doc_id": number}
+    return {**key, "question": f"q{number}", "prompt": prompt, "attributes": {}}
 
 
 def filled(
@@ -299,23 +268,6 @@ def test_a_model_folder_may_be_renamed(tmp_path: Path) -> None:
     assert file_contents(tmp_path) == before
 
 
-def test_answers_of_a_killed_run_are_kept(tmp_path: Path) -> None:
-    filled(tmp_path / "whole", CELLS)
-    for rank in (0, 1):  # two ranks, none of which ends
-        texts = AnswerStore(tmp_path / "killed", rank)
-        for number, head, text in CELLS[rank:-1:2]:
-            texts.add(f"{number}{head}", text, {"task": "toy", "head": head, "tokens": [1, 2, number]})
-        texts.close()
-    OutcomeStore(tmp_path / "killed").begin(MODEL, TASKS, [row(i) for i in range(3)], ["dense", "L5H1"])
-    with (tmp_path / "killed/rank-0.jsonl").open("a") as file:
-        file.write('{"key": "2L5H1", "te')  # cut short
-    with pytest.raises(InputError):  # no outcomes yet
-        OutcomeStore(tmp_path / "killed").read()
-    assert len(AnswerStore(tmp_path / "killed").responses) == 5
-    filled(tmp_path / "killed", CELLS)
-    assert file_contents(tmp_path / "killed") == file_contents(tmp_path / "whole")
-
-
 def test_store_refuses_other_models_tasks_and_prompts(tmp_path: Path) -> None:
     filled(tmp_path / "a", CELLS)
     before = file_contents(tmp_path / "a")
@@ -337,10 +289,6 @@ def test_store_refuses_other_models_tasks_and_prompts(tmp_path: Path) -> None:
     running.close()
 
 
-def test_attempt_order() -> None:
-    assert attempt_order(["L10H2", "dense", "L5H10", "L5H9", "dense"]) == ["dense", "L5H9", "L5H10", "L10H2"]
-
-
 # --------------------------------------------------------------------------- fitting and the artefact
 
 
@@ -351,14 +299,8 @@ def test_outcomes_that_teach_nothing_are_refused(z: list) -> None:
 
 
 def test_fit_counts_skipped_questions(tmp_path: Path) -> None:
-    texts = [
-        "How many apples?",
-        "What is two plus two?",
-        "A train goes 60 miles.",
-        "Ten birds fly.",
-        "Six by seven?",
-    ] * 2
-    texts = [f"{text} ({i})" for i, text in enumerate(texts)]
+    texts = ["How many apples?", "What is two plus two?", "A train goes 60 miles.", "Ten birds fly.", "Six by seven?"]
+    texts = [f"{text} ({i})" for i, text in enumerate(texts * 2)]
     z = [[0, 0, 0], [1, 1, 1], *([[0, 1, 0], [1, 0, 0]] * 4)]
     router = fit(outcomes(z, texts), "all-minilm-l6-v2", FitOptions(epochs=3))
     about = router.about

@@ -318,17 +318,6 @@ def test_any_generative_task_of_lm_eval_can_be_swept(tiny_folder: Path, tmp_path
     assert more.tasks["mine"]["scored_splits"] == ["held"]  # whichever split was swept
 
 
-def test_several_tasks_share_a_store(tiny_folder: Path, tmp_path: Path) -> None:
-    options = {"heads": "L0H0", "gen_kwargs": {"max_gen_toks": 4}}
-    sweep(tiny_folder, tmp_path / "s", limit=2, **options)
-    pair = sweep(tiny_folder, tmp_path / "s", tasks=("prune_tiny_words", few_shot(tmp_path)), limit=1, **options)
-    assert pair.observed.all() and set(pair.tasks) == {"mine", "prune_tiny_words"}
-    whole = sweep(
-        tiny_folder, tmp_path / "s", tasks=("prune_tiny_words", str(tmp_path / "mine.yaml")), limit=None, **options
-    )
-    assert whole.z.shape == (28, 2) and whole.observed.all()
-
-
 def test_the_command_reads_a_recipe(tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(

@@ -119,35 +119,31 @@ def leaf_rows(problems: Sequence[EncodedProblem], constants: int) -> list[list[i
     return [rows.tolist() for rows in torch.arange(sum(counts)).split(counts)]
 
 
-@dataclass(frozen=True)
-class Collator:
-    """Batch examples for teacher forcing, given the number of constants and the id of the padding token."""
+def collate(examples: Sequence[Example], constants: int, padding: int) -> dict[str, Any]:
+    """Batch examples for teacher forcing, given the number of constants and the id of the padding token.
 
-    constants: int
-    padding: int
-
-    def __call__(self, examples: Sequence[Example]) -> dict[str, Any]:
-        """Return the inputs of `Athena.forward`; `labels` are of all candidates by step, then of all kept thoughts."""
-        problems = [example.problem for example in examples]
-        leaves, kept = leaf_rows(problems, self.constants), [list[int]() for _ in examples]
-        steps, labels, total = list[dict[str, Any]](), list[Tensor](), 0
-        for depth in range(max(len(example.steps) for example in examples)):
-            parts = [e.steps[depth] if depth < len(e.steps) else LabelledStep([], []) for e in examples]
-            step, rows = join_step([part.candidates for part in parts], kept if depth else leaves)
-            step_labels = torch.zeros(len(step["first"]), dtype=torch.long)
-            for rows_of_problem, part in zip(rows, parts, strict=True):
-                step_labels[rows_of_problem] = torch.tensor(part.labels, dtype=torch.long)
-            step["kept"] = step_labels.nonzero()[:, 0]
-            index_of = {row: index for index, row in enumerate(step["kept"].tolist(), start=total)}
-            for indices, rows_of_problem in zip(kept, rows, strict=True):
-                indices += [index_of[row] for row in rows_of_problem if row in index_of]
-            total += len(index_of)
-            steps.append(step)
-            labels.append(step_labels)
-        answers = torch.zeros(total, dtype=torch.long)
-        answers[[rows[example.root] for rows, example in zip(kept, examples, strict=True)]] = 1
-        return {
-            **text_inputs(problems, self.constants, self.padding),
-            "steps": steps,
-            "labels": torch.cat([*labels, answers]),
-        }
+    Returns the inputs of `Athena.forward`; `labels` are of all candidates by step, then of all kept thoughts.
+    """
+    problems = [example.problem for example in examples]
+    leaves, kept = leaf_rows(problems, constants), [list[int]() for _ in examples]
+    steps, labels, total = list[dict[str, Any]](), list[Tensor](), 0
+    for depth in range(max(len(example.steps) for example in examples)):
+        parts = [e.steps[depth] if depth < len(e.steps) else LabelledStep([], []) for e in examples]
+        step, rows = join_step([part.candidates for part in parts], kept if depth else leaves)
+        step_labels = torch.zeros(len(step["first"]), dtype=torch.long)
+        for rows_of_problem, part in zip(rows, parts, strict=True):
+            step_labels[rows_of_problem] = torch.tensor(part.labels, dtype=torch.long)
+        step["kept"] = step_labels.nonzero()[:, 0]
+        index_of = {row: index for index, row in enumerate(step["kept"].tolist(), start=total)}
+        for indices, rows_of_problem in zip(kept, rows, strict=True):
+            indices += [index_of[row] for row in rows_of_problem if row in index_of]
+        total += len(index_of)
+        steps.append(step)
+        labels.append(step_labels)
+    answers = torch.zeros(total, dtype=torch.long)
+    answers[[rows[example.root] for rows, example in zip(kept, examples, strict=True)]] = 1
+    return {
+        **text_inputs(problems, constants, padding),
+        "steps": steps,
+        "labels": torch.cat([*labels, answers]),
+    }

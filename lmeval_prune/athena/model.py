@@ -220,7 +220,7 @@ class Athena(nn.Module):
         """Return logits of teacher forcing, which keeps the candidates in the gold equation.
 
         Args:
-            steps: output of `Collator`, as are the other inputs.
+            steps: output of `collate`, as are the other inputs.
             labels: not used here; the loss reads them.
             output_attentions: also return the encoder's attention maps, which need its eager attention.
         """

@@ -75,13 +75,9 @@ def solve(model: Athena, problems: Sequence[EncodedProblem]) -> list[Solution]:
                 verdicts[number].append(logit)
     solutions = []
     for expansion, logits in zip(expansions, verdicts, strict=True):
-        kept_thoughts = tuple(expansion.kept)
         best = max(range(len(logits)), key=logits.__getitem__, default=None)
-        solutions.append(
-            Solution(None, -math.inf, kept_thoughts)
-            if best is None
-            else Solution(kept_thoughts[best], logits[best], kept_thoughts)
-        )
+        thought, logit = (None, -math.inf) if best is None else (expansion.kept[best], logits[best])
+        solutions.append(Solution(thought, logit, tuple(expansion.kept)))
     return solutions
 
 

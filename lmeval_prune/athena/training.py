@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 from torch import Tensor, cat, nn
@@ -14,7 +14,7 @@ from transformers import set_seed
 from lmeval_prune.architectures import weights_fingerprint
 from lmeval_prune.artefacts import Work, check_same, digest, output_lock
 from lmeval_prune.athena import checkpoint
-from lmeval_prune.athena.batches import Collator, make_examples
+from lmeval_prune.athena.batches import collate, make_examples
 from lmeval_prune.athena.model import Athena, AthenaOutput
 from lmeval_prune.athena.options import TrainOptions
 from lmeval_prune.athena.problems import GroundedProblem, ProblemSplit
@@ -111,7 +111,7 @@ def _trained(options: TrainOptions, split: ProblemSplit, progress: Work) -> Athe
     trainer = ResumableTrainer(
         model,
         arguments,
-        Collator(len(model.settings.constants), model.tokenizer.pad_token_id),
+        partial(collate, constants=len(model.settings.constants), padding=model.tokenizer.pad_token_id),
         train,
         validation,
         [len(example.problem.ids) for example in train],

@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from lmeval_prune.artefacts import digest
 from lmeval_prune.athena import checkpoint, training
-from lmeval_prune.athena.batches import Collator, make_examples
+from lmeval_prune.athena.batches import collate, make_examples
 from lmeval_prune.athena.options import TrainOptions
 from lmeval_prune.athena.problems import ProblemSplit
 from lmeval_prune.checkpoints.loading import skeleton_of
@@ -128,7 +128,7 @@ class AthenaHost(Host):
 
     @override
     def collate(self, examples: Sequence[Any]) -> dict[str, Any]:
-        return Collator(len(self.settings.constants), self.tokenizer.pad_token_id)(examples)
+        return collate(examples, len(self.settings.constants), self.tokenizer.pad_token_id)
 
     @override
     def items(self, inputs: Mapping[str, Any]) -> int:

@@ -24,18 +24,9 @@ from lmeval_prune.checkpoints.pruned import read_manifest, save_checkpoint
 from lmeval_prune.comparison import tokens
 from lmeval_prune.comparison.distance import cells
 from lmeval_prune.distillation.host import Host, TrainingExamples
-from lmeval_prune.distillation.lessons import (
-    Problem,
-    Prompt,
-    QuestionSearch,
-    Text,
-    of_problems,
-    of_prompts,
-    read_prompts,
-)
+from lmeval_prune.distillation.lessons import QuestionSearch, Text, learned, read_prompts
 from lmeval_prune.distillation.losses import answer_divergence
 from lmeval_prune.distillation.options import DistillOptions
-from lmeval_prune.distillation.trainer import LENGTH, common_prefix
 from lmeval_prune.errors import InputError
 from lmeval_prune.models.identity import vocabulary_digest
 from lmeval_prune.planning.own_answers import Answerer, Question, calibration_text, check_generative, responses_folder
@@ -209,23 +200,23 @@ class LanguageHost(Host):
     @override
     def examples(self) -> TrainingExamples:
         options, rows = self.options, self.rows
-        problems = list[Problem]()
+        problems = list[Text]()
         for number, (row, (prompt, delimiter, target)) in enumerate(zip(rows.train, self.drawn_texts, strict=True)):
             answer = encode_continuation(self.tokenizer, delimiter + options.answer.replace("{}", target))
             before = encode(self.tokenizer, prompt)
             ids, start = [*before, *answer, self.tokenizer.eos_token_id], max(1, len(before))
             if target.strip() and start < len(ids) - 1:  # else nothing to learn, whatever is around it
-                problems.append(Problem(Question(number, row, prompt), ids, start))
+                problems.append(Text(ids, start, Question(number, row, prompt)))
         short = [problem for problem in problems if len(problem.ids) <= self.max_length]
         prompts, counts = self.prompts(rows.test) if options.prompts else ([], {})
-        first: list[Any] = short if options.task else prompts  # those of them that are validated on
+        first = short if options.task else prompts  # those of them that are validated on
         share = 0.1 if options.validation is None else options.validation
         validation, remaining = split_by_question(first, self._wordings(first), round(share * len(first)))
         if not remaining or (share and not validation):
             raise InputError(f"{len(first)} texts are too few to train and validate; raise limit or max_length")
         train = [*remaining, *(prompts if options.task else [])]
-        learned, held_out = ([text for text in part if isinstance(text, Problem)] for part in (train, validation))
-        keys = (question_keys(problem.question.document for problem in part) for part in (learned, held_out))
+        asked, held_out = ([text for text in part if text.is_problem] for part in (train, validation))
+        keys = (question_keys(text.question.document for text in part if text.question) for part in (asked, held_out))
         questions = self.all_questions(TrainingQuestions(*keys), rows.test, self.test or "test")
         note = {
             "train": len(train),
@@ -238,21 +229,21 @@ class LanguageHost(Host):
             **questions.to_artefact(),
         }
         lengths = [len(text.ids) for text in train]
-        return TrainingExamples(train, validation, lengths, note, problems=held_out, questions=learned)
+        return TrainingExamples(train, validation, lengths, note, problems=held_out, questions=asked)
 
-    def _wordings(self, texts: Sequence[Any]) -> list[Hashable]:
+    def _wordings(self, texts: Sequence[Text]) -> list[Hashable]:
         """Return what differs between texts of training and validation: the question of a problem; else all tokens.
 
         A task may ask one question of all problems; then their tokens, among them the target's.
         """
         questions = [
-            normalised_question(text_of(self.task, text.question.document)) if isinstance(text, Problem) else ""
+            normalised_question(text_of(self.task, text.question.document)) if text.question and text.is_problem else ""
             for text in texts
         ]
         is_one = len({*questions}) == 1
         return [tuple(text.ids) if is_one or not asked else asked for asked, text in zip(questions, texts, strict=True)]
 
-    def prompts(self, test: Sequence[Mapping[str, Any]]) -> tuple[list[Prompt], dict[str, int]]:
+    def prompts(self, test: Sequence[Mapping[str, Any]]) -> tuple[list[Text], dict[str, int]]:
         """Return the prompts that the teacher answers, without test questions, and counts."""
 
         def as_turn(prompt: str) -> str:
@@ -276,31 +267,31 @@ class LanguageHost(Host):
     @override
     def taught(self, examples: TrainingExamples, work: Path) -> TrainingExamples:
         process, path, asks_problems = PartialState(), work / LESSONS, self.options.train_on == "teacher"
-        parts = {"train": examples.train, "validation": examples.validation}
+        parts: dict[str, Sequence[Text]] = {"train": examples.train, "validation": examples.validation}
         if process.is_main_process and not path.is_file():
             print("asking the teacher", flush=True)
             model: Any = self.read(self.options.other_teacher or self.options.pretrained)
             asked, positions = (self.answerer, model.to(process.device)), self.fewest_positions[1]
             room = math.inf if positions is None else positions - self.answerer.length
             lessons = {}
-            for part, texts in parts.items() if asks_problems else ():
-                problems = [text for text in texts if isinstance(text, Problem)]
-                lessons[part] = of_problems(*asked, problems, self.max_length)
             for part, texts in parts.items():
-                if prompts := [text for text in texts if isinstance(text, Prompt)]:
-                    lessons[f"{part}_prompts"] = of_prompts(*asked, prompts, self.max_length, room)
-            content: dict[str, Any] = {"texts": {name: texts for name, (texts, _) in lessons.items()}}
+                problems, prompts = ([text for text in texts if text.is_problem is each] for each in (True, False))
+                for name, own in ((part, problems if asks_problems else []), (f"{part}_prompts", prompts)):
+                    if own:
+                        lessons[name] = learned(*asked, own, self.max_length, room)
+            content: dict[str, Any] = {
+                "texts": {name: [text[:2] for text in own] for name, (own, _) in lessons.items()}
+            }
             content["counts"] = {name: counts for name, (_, counts) in lessons.items()}
             write_artefact(path, *LESSONS_SCHEMA, content)
         process.wait_for_everyone()
         content, _ = read_artefact(path, *LESSONS_SCHEMA)
         answers, counts = content["texts"], content["counts"]
-        learned = dict[str, list[Any]]()
-        for part, texts in parts.items():
-            replaced = (Problem, Prompt) if asks_problems else Prompt
-            answered = [Text(*text) for name in (part, f"{part}_prompts") for text in answers.get(name, ())]
-            learned[part] = answered + [text for text in texts if not isinstance(text, replaced)]
-        train, validation = learned.values()
+        train, validation = (
+            [Text(*text) for name in (part, f"{part}_prompts") for text in answers.get(name, ())]
+            + [text for text in texts if text.is_problem and not asks_problems]
+            for part, texts in parts.items()
+        )
         if not train or (examples.validation and not validation) or answers.get("train_prompts") == []:
             raise InputError(f"of the teacher's answers too few are whole ({counts}); give another max_gen_toks")
         note, lengths = {**examples.note, "lessons": counts}, [len(text.ids) for text in train]
@@ -330,8 +321,7 @@ class LanguageHost(Host):
             "labels": labels,
         }
         if self.takes_logits_to_keep:  # skip the logits of prompts
-            columns = (labels[:, 1:] != IGNORED).any(0).nonzero()[:, 0]
-            inputs |= {"logits_to_keep": columns, LENGTH: common_prefix(inputs["input_ids"], int(columns[0]))}
+            inputs["logits_to_keep"] = (labels[:, 1:] != IGNORED).any(0).nonzero()[:, 0]
         return inputs
 
     @cached_property

@@ -16,7 +16,7 @@ from typing_extensions import TypedDict
 
 from lmeval_prune.artefacts import read_lines
 from lmeval_prune.distillation.options import DistillOptions
-from lmeval_prune.planning.own_answers import Answerer, OwnAnswer, Question
+from lmeval_prune.planning.own_answers import Answerer, Question
 from lmeval_prune.pruners.calibration import encode
 
 SOURCE = "prompts"  # of the answers to prompts, which may have the settings of a task
@@ -26,69 +26,53 @@ _WORD = re.compile(r"\w+")
 _UNSPACED = re.compile("[\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff]")  # Chinese and Japanese: no spaces between words
 
 
-class Problem(NamedTuple):
-    """A training problem as a question to a model, and the token ids of its prompt with the task's target."""
-
-    question: Question
-    ids: list[int]
-    start: int  # of the target
-
-
-class Prompt(NamedTuple):
-    """A prompt that the teacher answers, as in the chat template if that is used, and its token ids."""
-
-    text: str
-    ids: list[int]
-
-
 class Text(NamedTuple):
-    """Token ids of a text; those from `start` on are learned."""
+    """Token ids of a text, of which those from `start` on are learned.
+
+    A training problem has its question, and learns the task's target. A prompt that the teacher answers has a question
+    without a document, with its text (in the chat template, if that is used), and nothing to learn yet.
+    """
 
     ids: list[int]
     start: int
+    question: Question | None = None
+
+    @property
+    def is_problem(self) -> bool:
+        """Whether it is a training problem."""
+        return self.question is not None and bool(self.question.document)
 
 
-Learned = tuple[list[Text], dict[str, int]]  # texts in order, and counts of questions and answers
+def learned(
+    answerer: Answerer, teacher: Any, texts: Sequence[Text], longest: int, room: float
+) -> tuple[list[Text], dict[str, int]]:
+    """Ask the teacher problems, or prompts; return what is learned of its answers, and counts.
 
-
-def of_problems(answerer: Answerer, teacher: Any, problems: Sequence[Problem], longest: int) -> Learned:
-    """Ask the teacher problems; return what is learned of each."""
-    if not problems:
-        return [], {}
-    questions = [problem.question for problem in problems]
-    answers = answerer.answers(teacher, questions)
-    rights = answerer.outcomes(questions, answers)
-    learned, counts = _learned(answers, rights, [problem.ids[: problem.start] for problem in problems], longest)
-    texts = [text or Text(problem.ids, problem.start) for text, problem in zip(learned, problems, strict=True)]
-    return texts, {"questions": len(problems), "right": sum(rights), **counts, "unsolved": learned.count(None)}
-
-
-def of_prompts(answerer: Answerer, teacher: Any, prompts: Sequence[Prompt], longest: int, room: float) -> Learned:
-    """Ask the teacher prompts; return its whole answers. Prompts of more tokens than `room` are too long to ask."""
-    short = [prompt for prompt in prompts if len(prompt.ids) <= room]
-    questions = [Question(number, {}, prompt.text) for number, prompt in enumerate(short)]
-    answers = replace(answerer, source=SOURCE).answers(teacher, questions)
-    learned, counts = _learned(answers, [True] * len(short), [prompt.ids for prompt in short], longest)
-    counts["too_long"] += len(prompts) - len(short)
-    return list(filter(None, learned)), {"questions": len(prompts), **counts}
-
-
-def _learned(
-    answers: Sequence[OwnAnswer], rights: Sequence[bool], prompts: Sequence[Sequence[int]], longest: int
-) -> tuple[list[Text | None], dict[str, int]]:
-    """Return the text of each right answer that has an end, `longest` tokens at most and all of its prompt; and counts.
-
-    A prompt that left no room for an answer, of which the model therefore read the end alone, is too long, too.
+    Kept is a right answer that has an end, of at most `longest` tokens with its prompt. A problem without one keeps its
+    target. A prompt of more tokens than `room` is too long to ask; one that left no room for an answer, of which the
+    model therefore read the end alone, is too long, too.
     """
-    texts: list[Text | None] = []
-    too_long = 0
-    for answer, right, prompt in zip(answers, rights, prompts, strict=True):
-        is_whole = right and not answer.cut_off
-        fits = len(answer.prompt) >= len(prompt) and len(answer.prompt) + len(answer.tokens) <= longest
-        texts.append(Text([*answer.prompt, *answer.tokens], len(answer.prompt)) if is_whole and fits else None)
-        too_long += is_whole and not fits
-    cut_off = sum(answer.cut_off for answer in answers)
-    return texts, {"cut_off": cut_off, "too_long": too_long, "kept": len(texts) - texts.count(None)}
+    are_problems = texts[0].is_problem
+    asked = [text for text in texts if are_problems or len(text.ids) <= room]
+    questions = [text.question for text in asked if text.question]
+    if not are_problems:
+        questions = [question._replace(number=number) for number, question in enumerate(questions)]
+        answerer = replace(answerer, source=SOURCE)
+    answers = answerer.answers(teacher, questions)
+    rights = answerer.outcomes(questions, answers) if are_problems else [True] * len(answers)
+    results = list[Text]()
+    counts = {"questions": len(texts), **({"right": sum(rights)} if are_problems else {})}
+    counts |= {"cut_off": sum(answer.cut_off for answer in answers), "too_long": len(texts) - len(asked), "kept": 0}
+    for text, answer, is_right in zip(asked, answers, rights, strict=True):
+        is_whole, ids = is_right and not answer.cut_off, [*answer.prompt, *answer.tokens]
+        fits = len(answer.prompt) >= text.start and len(ids) <= longest
+        counts["too_long"] += is_whole and not fits
+        counts["kept"] += is_whole and fits
+        if is_whole and fits:
+            results.append(Text(ids, len(answer.prompt)))
+        elif are_problems:
+            results.append(Text(text.ids, text.start))
+    return results, counts | ({"unsolved": len(texts) - counts["kept"]} if are_problems else {})
 
 
 # ---------------------------------------------------------------------- prompts
@@ -106,14 +90,14 @@ def read_prompts(
     search: QuestionSearch,
     as_prompt: Callable[[str], str] = str,
     max_length: int = 512,
-) -> tuple[list[Prompt], dict[str, int]]:
+) -> tuple[list[Text], dict[str, int]]:
     """Read prompts without test questions in an order drawn by the seed; return them, and counts.
 
     `as_prompt` puts a prompt into the chat template. A text that is learned has at most `max_length` tokens.
     """
     rows = read_lines(str(options.prompts), Line)
     random.Random(options.seed).shuffle(rows)
-    prompts = dict[str, Prompt]()
+    prompts = dict[str, Text]()
     counts = {"documents": 0, "with_test_questions": 0, "too_long": 0, "empty": 0, "repeated": 0}
     for row in rows:
         prompt = row["prompt"]
@@ -129,7 +113,7 @@ def read_prompts(
         elif len(ids) >= max_length:
             counts["too_long"] += 1
         else:
-            prompts[spaced] = Prompt(rendered, ids)
+            prompts[spaced] = Text(ids, len(ids), Question(len(prompts), {}, rendered))
         if len(prompts) == options.limit:
             break
     return list(prompts.values()), {"prompts": len(prompts), **counts}

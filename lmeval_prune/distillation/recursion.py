@@ -7,7 +7,7 @@ so an interrupted distillation resumes with the first incomplete stage.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from datetime import timedelta
@@ -189,7 +189,12 @@ def _run_stage(
         name = {PREVIOUS: parent, FIRST: options.pretrained}.get(options.teacher, options.teacher)
         teacher = host.read(name) if options.uses_teacher else None
         if options.other_teacher:
-            layers = LayerMap.of(stages_since(cuts, map_model(host.skeleton(name)).signature()) or [])
+            signature = map_model(host.skeleton(name)).signature().items()
+            # parents of equal signature have the same heads: no stage between them removed any
+            since = (
+                n for n, cut in enumerate(cuts) if all(cut["parent"].get(key) == value for key, value in signature)
+            )
+            layers = LayerMap.of(cuts[next(since, len(cuts)) :])
         else:
             layers = LayerMap.of(cuts[-number:] if options.teacher == FIRST else cuts[-1:])
         training = DistillTrainer(host, student, teacher, layers, examples, checkpoints, number).run()
@@ -239,19 +244,6 @@ def _content(artefact: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in artefact.items() if name not in (*ENVELOPE, "files")}
 
 
-def stages_since(
-    stages: Sequence[Mapping[str, Any]], signature: Mapping[str, Any]
-) -> Sequence[Mapping[str, Any]] | None:
-    """Return the stages from the first whose parent has a model's signature; None if there is none.
-
-    Parents of equal signature have the same heads: no stage between them removed any.
-    """
-    for number, stage in enumerate(stages):
-        if all(stage["parent"].get(name) == value for name, value in signature.items()):
-            return stages[number:]
-    return None
-
-
 # ---------------------------------------------------------------------- what a stage removes
 
 
@@ -280,9 +272,7 @@ def cut_stage(host: Host, model: Any, stage: int, examples: TrainingExamples, wo
     (heads, channels), unpruned = stage_pruners(options, stage), map_model(host.skeleton(options.pretrained))
     # units and parts are those that suit the unpruned model
     within = _resolved(removal, options, unpruned, heads, channels)
-    schedule = replace(within, p_min=removal.p_min, growth=removal.growth, steps=removal.steps)
-    step = stage_pruning(schedule, stage, unpruned, model_map, within.allocation or heads.allocation)
-    step = replace(step, steps=options.steps)
+    step = stage_pruning(within, removal.shares(stage), unpruned, model_map, within.allocation or heads.allocation)
     text, progress = host.calibration(examples, model), partial(print, flush=True)
     try:
         *_, plan = stages(heads, model_map, step, text, channels, progress=progress, work=work)
@@ -303,22 +293,20 @@ def _resolved(
 
 
 def stage_pruning(
-    pruning: PruneOptions, stage: int, unpruned: ModelMap, model_map: ModelMap, allocation: str
+    within: PruneOptions, shares: tuple[float, float], unpruned: ModelMap, model_map: ModelMap, allocation: str
 ) -> PruneOptions:
-    """Convert shares of the unpruned model into shares of a stage's model; stages count from 1."""
-    single_step: dict[str, Any] = {"p_min": 0.0, "steps": 1, "growth": 1.0}
-    head_share, channel_share = pruning.shares(stage)
-    if pruning.budget != "heads":
-        budget = Budget(pruning.kinds, pruning.ratio, allocation, pruning)
+    """Return the options of one stage, which removes from its model what `shares` of the unpruned model leave to do."""
+    if within.budget != "heads":
+        budget = Budget(within.kinds, within.ratio, allocation, within)
         before, left = (sum(pool.total for pool in unit_pools(each, budget)) for each in (unpruned, model_map))
-        due = head_share * before - (before - left)
-        return replace(pruning, ratio=max(0.0, due) / left if left else 0.0, **single_step)
+        due = shares[0] * before - (before - left)
+        return replace(within, ratio=max(0.0, due) / left if left else 0.0)
     ratios = []
     for share, sizes, remaining in (
-        (head_share, [layer.heads for layer in unpruned.attention], model_map.total_heads),
-        (channel_share, list(unpruned.channels().values()), sum(model_map.channels().values())),
+        (shares[0], [layer.heads for layer in unpruned.attention], model_map.total_heads),
+        (shares[1], list(unpruned.channels().values()), sum(model_map.channels().values())),
     ):
         totals = sizes if allocation == "uniform" else [sum(sizes)]
         removed = sum(sizes) - remaining
         ratios.append(max(0, sum(share_of(share, size) for size in totals) - removed) / max(1, remaining))
-    return replace(pruning, ratio=ratios[0], ffn_ratio=ratios[1], **single_step)
+    return replace(within, ratio=ratios[0], ffn_ratio=ratios[1])

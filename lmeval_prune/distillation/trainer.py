@@ -5,17 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import fields
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import Sampler
-from transformers import DynamicCache, TrainingArguments
-from transformers.cache_utils import DynamicLayer
+from transformers import TrainingArguments
 
-from lmeval_prune.architectures import cache_argument, map_model
+from lmeval_prune.architectures import map_model
 from lmeval_prune.distillation.host import SOLVED_THEN_LOSS, Host, TrainingExamples
 from lmeval_prune.distillation.losses import Features, LayerMap
 from lmeval_prune.distillation.options import DistillOptions
@@ -24,66 +23,6 @@ from lmeval_prune.interventions.attention_call import eager_attention
 from lmeval_prune.training.trainer import ACCURACY, Progress, ResumableTrainer, training_arguments
 
 TERMS = ("response", "feature", "task")
-LENGTH = "common_prefix"  # input with the number of tokens with which all texts of a batch begin
-LEAST = 4  # shorter ones cost more than they save
-EAGER_TOKENS = 256  # of the longest text, on a CPU in bfloat16: with more, eager attention needs much memory
-
-
-# ---------------------------------------------------------------------- common prefixes
-
-# The tokens with which all texts of a batch begin (in a chat template, the system turn) run once instead of once a
-# text, in training, too. Loss and gradients stay the same: keys and values of the prefix are repeated for each text,
-# and the gradients of the copies add up.
-
-
-def common_prefix(ids: Tensor, first: int) -> int:
-    """Return the number of tokens that all rows begin with, before the first token whose logits are needed.
-
-    Args:
-        ids: token ids, (texts, tokens).
-        first: smallest index of a token whose logits are needed.
-    """
-    equal = (ids == ids[:1]).all(0)[:first].long().cumprod(0)
-    length = int(equal.sum())
-    return length if len(ids) > 1 and length >= LEAST else 0
-
-
-def runs_in_parts(model: Any) -> bool:
-    """Return whether a model in training gives the same outputs if a prefix of its texts is run before the rest.
-
-    It does with a cache that keeps all tokens, and without dropout, which draws for each token of each text.
-    """
-
-    def suits(module: nn.Module) -> bool:
-        rates = vars(module) if not isinstance(module, nn.Dropout) else {"drop": float(module.p)}
-        drops = any("drop" in name and isinstance(rate, float) and rate > 0 for name, rate in rates.items())
-        return not drops and not getattr(module, "gradient_checkpointing", False)
-
-    if not model._supports_default_dynamic_cache():
-        return False
-    layers = DynamicCache(config=model.config).layers
-    return all(type(layer) is DynamicLayer for layer in layers) and all(map(suits, model.modules()))
-
-
-def forward_in_parts(model: Any, inputs: Mapping[str, Any]) -> Any:
-    """Return the outputs of a model for a batch whose common prefix is run once; logits are those of the other tokens.
-
-    Args:
-        model: a causal language model for which `runs_in_parts` is true.
-        inputs: its inputs with `logits_to_keep`, an index tensor, and `common_prefix`, 0 if there is none.
-    """
-    values = dict(inputs)
-    length = values.pop(LENGTH, 0)
-    if not length:
-        return model(**values)
-    ids, columns = values.pop("input_ids"), values.pop("logits_to_keep")
-    prefix = cache_argument(model(input_ids=ids[:1, :length], use_cache=True, logits_to_keep=1))
-    for cache in prefix.values():
-        cache.batch_repeat_interleave(len(ids))
-    return model(input_ids=ids[:, length:], logits_to_keep=columns - length, **prefix, **values)
-
-
-# ---------------------------------------------------------------------- training
 
 
 class Student(nn.Module):
@@ -98,7 +37,7 @@ class Student(nn.Module):
 
     def forward(self, labels: Tensor | None = None, **inputs: Any) -> Any:
         """Return the model's outputs; only the loss uses the labels."""
-        return forward_in_parts(self.model, inputs)
+        return self.model(**inputs)
 
     def state_dict(self, *args: Any, **settings: Any) -> Any:
         """Return the state dict with tied tensors under their first name only."""
@@ -185,42 +124,10 @@ class DistillTrainer(ResumableTrainer):
         if self.args.n_gpu > 1:
             raise InputError("a process can use a single GPU: use `accelerate launch`, or set CUDA_VISIBLE_DEVICES")
         with ExitStack() as stack:
-            if self.uses_eager_attention:
-                for model in self.models:
+            if self.features is not None:
+                for model in (self.student, self.teacher):
                     stack.enter_context(eager_attention(self.host.backbone(model)))
             return super().run()
-
-    @property
-    def models(self) -> list[Any]:
-        """The student and, if there is one, its teacher."""
-        return [model for model in (self.student, self.teacher) if model is not None]
-
-    @property
-    def uses_eager_attention(self) -> bool:
-        """Whether eager attention is needed, because attention maps are compared, or is faster than SDPA.
-
-        It is not faster but different where a model limits its scores, which SDPA does not.
-        """
-        if self.options.uses_attention_maps:
-            return True
-        if self.args.device.type != "cpu" or not self.args.bf16 or max(self.examples.lengths) > EAGER_TOKENS:
-            return False
-        configs = [self.host.backbone(model).config for model in self.models]
-        return all(
-            getattr(config, "_attn_implementation", None) == "sdpa"
-            and getattr(config, "attn_logit_softcapping", None) is None
-            for config in configs
-        )
-
-    @cached_property
-    def runs_in_parts(self) -> bool:
-        """Whether student and teacher can run the common prefix of a batch once; attention maps need whole texts.
-
-        On a GPU, where each part launches all kernels, it does not pay.
-        """
-        if self.options.uses_attention_maps or self.args.device.type != "cpu":
-            return False
-        return all(runs_in_parts(model) for model in self.models)
 
     def counts(self, batches: Sequence[Mapping[str, Any]]) -> Tensor:
         """Return the numbers of items and of real tokens, or their pairs, in the batches that are not idle."""
@@ -229,11 +136,6 @@ class DistillTrainer(ResumableTrainer):
         items = sum(self.host.items(batch) for batch in batches)
         places = sum(int((batch["attention_mask"].sum(1) ** power).sum()) for batch in batches)
         return torch.tensor([items, places], dtype=torch.float64)
-
-    @staticmethod
-    def count_of(term: str, counts: Tensor) -> Tensor:
-        """Return the divisor of a term."""
-        return counts[1 if term == "feature" else 0]
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> tuple[list[Any], Any]:
         """Return the batches of an update and their counts over all processes, the divisors of the losses."""
@@ -252,8 +154,6 @@ class DistillTrainer(ResumableTrainer):
         """Return the loss of a batch (eqs. 6 and 7)."""
         counts = num_items_in_batch if model.training else self.counts([inputs]).to(self.args.device)
         real_inputs = {name: value for name, value in inputs.items() if name != "idle"}
-        if LENGTH in inputs and not self.runs_in_parts:
-            del real_inputs[LENGTH]
         outputs, terms = self.losses(model, real_inputs, counts.clamp(min=1))
         if "idle" in inputs:
             terms = {name: 0 * term for name, term in terms.items()}
@@ -262,7 +162,7 @@ class DistillTrainer(ResumableTrainer):
             if model.training:
                 self._training_sums[name] = self._training_sums.get(name, 0.0) + term.detach()
             else:
-                count = self.count_of(name, counts)
+                count = counts[int(name == "feature")]
                 sums = torch.stack([term.detach() * count, count])
                 self._validation_sums[name] = self._validation_sums.get(name, 0.0) + sums
         if model.training:
@@ -277,13 +177,13 @@ class DistillTrainer(ResumableTrainer):
         if self.teacher is not None:
             with torch.no_grad(), self.accelerator.autocast():
                 others = {name: value for name, value in inputs.items() if name != "labels"}
-                target = forward_in_parts(self.teacher, {**others, **further})
+                target = self.teacher(**others, **further)
         sums = self.host.loss(outputs, inputs, target if "response" in options.terms else None)
         if "response" in sums:
             sums["response"] = options.temperature**2 * sums["response"]
         if features is not None:
             sums["feature"] = features.term(target, outputs, inputs["attention_mask"])
-        return outputs, {name: total / self.count_of(name, counts) for name, total in sums.items()}
+        return outputs, {name: total / counts[int(name == "feature")] for name, total in sums.items()}
 
     def total(self, terms: Mapping[str, Any]) -> Any:
         """Return λ₁·(response + feature) + λ₂·task of the available terms (eq. 6)."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -47,15 +47,9 @@ class Cell:
     identity: dict[str, Any] = field(repr=False)  # everything that can change answers and scores
     prepared: str  # key of the preparation's result; empty without a preparation
     answers: str  # path of the cell's answers in the grid's folder of answers
-    batch_size: int | str
-    device: str | None
+    computing: dict[str, Any]  # further arguments of the model: batch size and device
     engine: str
     measurable: bool  # whether the costs of the variant can be measured
-
-    @property
-    def name(self) -> str:
-        """Return the cell's name for messages."""
-        return f"{self.variant.name} on {self.task.name}"
 
     @property
     def model(self) -> str:
@@ -100,8 +94,7 @@ class Cell:
             "tasks": self.task.task,
             "include_path": included_folder(),
             "seed": self.variant.seed,
-            "batch_size": self.batch_size,
-            "device": self.device,
+            **self.computing,
             "metadata": self.metadata,
         }
         words = ["lm_eval"]
@@ -136,6 +129,7 @@ class Item:
     key: str
     cell: Cell  # with this variant
     origin: Cell | None = None  # of distances: the cell from whose model they are measured
+    documents: int = 0  # of distances: number of the task's documents
 
     @property
     def name(self) -> str:
@@ -144,8 +138,12 @@ class Item:
 
     def __str__(self) -> str:
         if self.kind in ("evaluate", "distance"):
-            return "distance " * (self.kind == "distance") + self.cell.name
+            return f"{'distance ' * (self.kind == 'distance')}{self.cell.variant.name} on {self.cell.task.name}"
         return f"{'costs' if self.kind == 'measure' else 'preparation'} of {self.cell.variant.name}"
+
+
+Job = Sequence[Item]  # for one process: of one kind, variants of one model on one task, or a single item
+Made = tuple[Item, str]  # with the reason why it could not be made, or an empty text
 
 
 def versions(served: bool) -> dict[str, Any]:
@@ -189,9 +187,25 @@ def _cells(
         checkpoint = Checkpoint(loading)
         models[loading_key] = checkpoint, checkpoint.identity()
     checkpoint, model = models[loading_key]
-    engine = _engine(variant, arguments, checkpoint)
+    is_encoder_decoder = checkpoint.config.is_encoder_decoder
+    engine = str(variant.model_args.get("engine", "auto"))
+    if variant.served:
+        engine = str(variant.model_args.get("server", ServerOptions.server))
+    elif engine == "auto":  # the fastest engine that generates the same texts
+        can_batch = all((x.tokenwise or x.by_sequence) and not x.needs_order for x in arguments.interventions)
+        engine = "batched" if can_batch and not is_encoder_decoder else "generate"
     computation = _computation(variant, arguments, checkpoint, engine, grid.batch_size)
-    identity = _variant_identity(variant, arguments, checkpoint, model)
+    prepared: dict[str, Any] = {}
+    for name, settings in variant.prepare.items():
+        preparation = make_preparation(name, settings)
+        preparation.check(checkpoint.map)
+        prepared = {"name": name, **preparation.identity(), "seed": variant.seed, "versions": versions(served=False)}
+        prepared["key"] = digest([model, prepared])
+    identity = {
+        "model": model,
+        **methods_identity(variant, arguments, checkpoint.map),
+        "preparation": prepared,
+    }
     template = checkpoint.chat_template(grid.apply_chat_template)
     model_digest = digest([model, computation] if computation else model)
     answers = f"{Path(str(arguments.pretrained)).name}-{model_digest[:8]}"
@@ -227,29 +241,12 @@ def _cells(
             },
             metadata=dict(grid.metadata),
             identity=cell_identity,
-            prepared=identity["preparation"].get("key", ""),
+            prepared=prepared.get("key", ""),
             answers="/".join(re.sub(r"[^\w.-]", "_", part) for part in (answers, grid_task.name)),
-            batch_size=grid.batch_size,
-            device=grid.device,
+            computing={"batch_size": grid.batch_size, **({"device": grid.device} if grid.device else {})},
             engine=engine,
-            measurable=not (variant.served or arguments.router or checkpoint.config.is_encoder_decoder),
+            measurable=not (variant.served or arguments.router or is_encoder_decoder),
         )
-
-
-def _variant_identity(
-    variant: Variant, arguments: Arguments, checkpoint: Checkpoint, model: dict[str, Any]
-) -> dict[str, Any]:
-    prepared: dict[str, Any] = {}
-    for name, settings in variant.prepare.items():
-        preparation = make_preparation(name, settings)
-        preparation.check(checkpoint.map)
-        prepared = {"name": name, **preparation.identity(), "seed": variant.seed, "versions": versions(served=False)}
-        prepared["key"] = digest([model, prepared])
-    return {
-        "model": model,
-        **methods_identity(variant, arguments, checkpoint.map),
-        "preparation": prepared,
-    }
 
 
 def methods_identity(variant: Variant, arguments: Arguments, model_map: ModelMap) -> dict[str, Any]:
@@ -262,19 +259,6 @@ def methods_identity(variant: Variant, arguments: Arguments, model_map: ModelMap
         "interventions": interventions,
         "router": {name: argument_identity(name, value) for name, value in routed.items()},
     }
-
-
-def _engine(variant: Variant, arguments: Arguments, checkpoint: Checkpoint) -> str:
-    """Return the server kind, or the variant's engine; by default the fastest engine that generates the same texts."""
-    if variant.served:
-        return str(variant.model_args.get("server", ServerOptions.server))
-    if (engine := variant.model_args.get("engine", "auto")) != "auto":
-        return str(engine)
-    can_batch = all(
-        (intervention.tokenwise or intervention.by_sequence) and not intervention.needs_order
-        for intervention in arguments.interventions
-    )
-    return "batched" if can_batch and not checkpoint.config.is_encoder_decoder else "generate"
 
 
 def _computation(

@@ -171,7 +171,11 @@ def _task(settings: Any, defaults: dict[str, Any]) -> GridTask:
 
 
 def _variants(name: str, block: Any, shared: dict[str, Any]) -> Iterator[Variant]:
-    """Yield the variants of an entry of `variants:`: the product of its axes."""
+    """Yield the variants of an entry of `variants:`: the product of its axes.
+
+    `{AXIS}` in the name becomes the axis' value; axes that the name does not mention are appended. An axis is called by
+    its last key, or by its whole path if two axes share their last key.
+    """
     own_settings = block or {}
     block = {**own_settings, **{key: value for key, value in shared.items() if key not in own_settings}}  # own first
     try:
@@ -180,29 +184,29 @@ def _variants(name: str, block: Any, shared: dict[str, Any]) -> Iterator[Variant
             hint = did_you_mean(unknown[0], valid_names) or "; neither pruned-hf nor pruned-server has this model_arg"
             raise InputError(f"unknown axis or setting {unknown[0]!r}{hint}")
         axes = dict(_axes(block))
-        labels = _axis_labels(list(axes))
+        count = Counter(str(path[-1]) for path in axes)
+        labels = [str(path[-1]) if count[str(path[-1])] == 1 else "_".join(map(str, path)) for path in axes]
         for values in itertools.product(*axes.values()):
             settings = block
             for path, value in zip(axes, values, strict=True):
                 settings = _with_value(settings, path, value)
-            yield _variant(_name(name, dict(zip(labels, values, strict=True))), settings)
+            texts = [value if isinstance(value, str) else json.dumps(value) for value in values]
+            text_of = dict(zip(labels, texts, strict=True))
+            further = [f"{label}={text}" for label, text in text_of.items() if f"{{{label}}}" not in name]
+            full_name = " ".join([re.sub(r"\{(\w+)\}", lambda match: text_of[match[1]], name), *further])  # noqa: B023
+            arguments = {key: value for key, value in settings.items() if value is not None}
+            separate = {key: arguments.pop(key) for key in VARIANT_SETTINGS if key in arguments}
+            if isinstance(tasks := separate.get("selected_on", ()), str):
+                separate["selected_on"] = (tasks,)
+            if "prepare" in separate:
+                value = separate["prepare"]
+                value = {value: {}} if isinstance(value, str) else value  # `NAME`, or `{NAME: fields}`
+                if len(value) > 1:
+                    raise InputError(f"`prepare:` must be a single {{NAME: {{SETTING: VALUE}}}}, not {value!r}")
+                separate["prepare"] = {str(kind): dict(fields or {}) for kind, fields in value.items()}
+            yield Variant(full_name, arguments, **separate)
     except InputError as error:
         raise InputError(f"variant {name!r}: {error}") from None
-
-
-def _variant(name: str, settings: dict[str, Any]) -> Variant:
-    """Create a variant from settings without axes; null values are left out."""
-    arguments = {key: value for key, value in settings.items() if value is not None}
-    separate = {key: arguments.pop(key) for key in VARIANT_SETTINGS if key in arguments}
-    if isinstance(tasks := separate.get("selected_on", ()), str):
-        separate["selected_on"] = (tasks,)
-    if "prepare" in separate:
-        value = separate["prepare"]
-        value = {value: {}} if isinstance(value, str) else value  # `NAME`, or `{NAME: fields}`
-        if len(value) > 1:
-            raise InputError(f"`prepare:` must be a single {{NAME: {{SETTING: VALUE}}}}, not {value!r}")
-        separate["prepare"] = {str(kind): dict(fields or {}) for kind, fields in value.items()}
-    return Variant(name, arguments, **separate)
 
 
 def _axes(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], list[Any]]]:
@@ -219,16 +223,3 @@ def _axes(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, .
 
 def _with_value(settings: Any, path: tuple[Any, ...], value: Any) -> Any:
     return value if not path else {**settings, path[0]: _with_value(settings[path[0]], path[1:], value)}
-
-
-def _axis_labels(paths: list[tuple[Any, ...]]) -> list[str]:
-    """Label each axis by its last key, or by its whole path if two axes share their last key."""
-    count = Counter(str(path[-1]) for path in paths)
-    return [str(path[-1]) if count[str(path[-1])] == 1 else "_".join(map(str, path)) for path in paths]
-
-
-def _name(template: str, values: dict[str, Any]) -> str:
-    """Fill in `{AXIS}` in a variant's name, and append the axes that it does not mention."""
-    texts = {label: value if isinstance(value, str) else json.dumps(value) for label, value in values.items()}
-    name = re.sub(r"\{(\w+)\}", lambda match: texts[match[1]], template)
-    return " ".join([name, *(f"{label}={text}" for label, text in texts.items() if f"{{{label}}}" not in template)])

@@ -25,7 +25,6 @@ from filelock import Timeout
 
 from lmeval_prune.artefacts import ENVELOPE, file_lock, file_name, read_artefact, read_table, write_artefact
 from lmeval_prune.errors import InputError, did_you_mean, first_few
-from lmeval_prune.models.servers import RECORD
 
 GRID, CELL, FAILED, MEASURE = (f"lmeval-prune/{name}" for name in ("grid", "grid-cell", "grid-failure", "grid-measure"))
 VERSION = 1
@@ -79,15 +78,6 @@ class GridFolder:
     def results(self, key: str) -> Path:
         """Return the path of lm-eval's results of a cell."""
         return self.place("evaluate", key) / f"results_{file_name(key)}.json"
-
-    def answers(self, name: str) -> Path:
-        """Return the folder with stored answers of one model on one task; `name` is `Cell.answers`."""
-        return self.path / "answers" / file_name(name)
-
-    @property
-    def servers(self) -> Path:
-        """Return the file by which servers of another run are known again."""
-        return self.path / "answers" / RECORD
 
     # ------------------------------------------------------------------ failures, costs and distances
 

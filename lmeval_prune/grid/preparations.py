@@ -63,13 +63,10 @@ class Preparation(Settings, ABC):
     def model_args(self, folder: Path) -> dict[str, Any]:
         """Return the model_args of a variant that uses the result in `folder`."""
 
-    def settings(self) -> dict[str, Any]:
-        """Return the fields as JSON values."""
-        return {each.name: to_plain_json(each.name, getattr(self, each.name)) for each in fields(self)}
-
     def identity(self) -> dict[str, Any]:
         """Return everything that the result depends on besides the model, as a JSON value."""
-        return {**class_record(type(self)), "settings": self.settings(), "version": self.version}
+        settings = {each.name: to_plain_json(each.name, getattr(self, each.name)) for each in fields(self)}
+        return {**class_record(type(self)), "settings": settings, "version": self.version}
 
 
 @dataclass(frozen=True)
@@ -129,16 +126,10 @@ class Prune(PruneSettings, Preparation):
             raise InputError("prune needs a method")
         make_pruner(self.method, self.options)
 
-    def settings(self) -> dict[str, Any]:
-        """Return the fields, and a digest of the text file."""
-        settings = super().settings()
+    def identity(self) -> dict[str, Any]:
+        """Return everything that the result depends on: with the pruner's version, a text file, a task's problems."""
         if self.text:
             check_exists(self.text, file=True)
-            settings["text_content"] = content_digest(self.text)
-        return settings
-
-    def identity(self) -> dict[str, Any]:
-        """Return everything that the result depends on, with the pruner's version and a task's training problems."""
         pruner = make_pruner(self.method, self.options)
         record = class_record(type(pruner))
         return {
@@ -146,6 +137,7 @@ class Prune(PruneSettings, Preparation):
             "method": pruner.version,
             **({"pruner": record} if record else {}),
             **({"problems": training_digest(self.task)} if self.task else {}),
+            **({"text": content_digest(self.text)} if self.text else {}),
         }
 
     def check(self, model_map: Any) -> None:

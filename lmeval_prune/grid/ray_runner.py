@@ -14,8 +14,9 @@ from typing import Any
 import torch
 
 from lmeval_prune.errors import DiskError, InputError, first_line
+from lmeval_prune.grid.cells import Job, Made
 from lmeval_prune.grid.folder import GridFolder
-from lmeval_prune.grid.worker import FAILED, Job, Result, Worker
+from lmeval_prune.grid.worker import Worker
 from lmeval_prune.models import TARGETS
 from lmeval_prune.tasks.loading import included_folder, including
 
@@ -32,8 +33,8 @@ class RayRunner:
     gpus: float = 0
     memory: float | None = None
 
-    def run(self, jobs: Sequence[Job]) -> Iterator[Result]:
-        """Run jobs in parallel."""
+    def run(self, path: Path, jobs: Sequence[Job]) -> Iterator[Made]:
+        """Run jobs in parallel; `path` is the grid's folder."""
         import ray
 
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
@@ -44,7 +45,7 @@ class RayRunner:
         resources: dict[str, Any] = {"num_cpus": self.cpus, "num_gpus": self.gpus, "memory": self.memory}
         task = ray.remote(**resources, max_retries=5)(_in_worker)  # again if its node dies; answers are stored
         environment = {name: os.environ[name] for name in ENVIRONMENT if name in os.environ}
-        settings = TARGETS.get("process"), str(Path.cwd()), environment, included_folder()
+        settings = path, TARGETS.get("process"), str(Path.cwd()), environment, included_folder()
         pending = {task.remote(job, *settings): job for job in jobs}
         while pending:
             (ready,), _ = ray.wait(list(pending), num_returns=1)
@@ -54,27 +55,27 @@ class RayRunner:
             except DiskError as error:
                 raise DiskError(str(getattr(error, "cause", error))) from None
             except Exception as error:  # Ray gave up: the worker died repeatedly, or never saw the folder
-                folder, reason = GridFolder(job.folder), first_line(getattr(error, "cause", None) or error)
-                for item in job.items:
+                folder, reason = GridFolder(path), first_line(getattr(error, "cause", None) or error)
+                for item in job:
                     if not folder.place(item.kind, item.key).exists():
                         folder.record_failure(item.name, f"lost by Ray: {reason}", str(error))
-                        yield Result(item, FAILED, reason)
+                        yield item, reason
 
 
 _worker = cache(Worker)
 
 
 def _in_worker(
-    job: Job, registration: str | None, folder: str, environment: dict[str, str], included: str | None
-) -> list[Result]:
+    job: Job, path: Path, registration: str | None, folder: str, environment: dict[str, str], included: str | None
+) -> list[Made]:
     """Run a job in a Ray worker, with the current folder, environment and folder of tasks of the main process."""
     os.environ.update(environment)
     if Path(folder).is_dir():
         os.chdir(folder)
-    if not (Path(job.folder) / "grid.json").is_file():
-        raise InputError(f"this node does not see {job.folder}; name a folder that all nodes share")
+    if not (path / "grid.json").is_file():
+        raise InputError(f"this node does not see {path}; name a folder that all nodes share")
     if registration:
         resolve_name(registration)()
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or 1))
     with including(included):
-        return list(_worker().run(job))
+        return list(_worker(path).run(job))

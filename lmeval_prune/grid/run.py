@@ -6,21 +6,22 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from pathlib import Path
 from time import sleep
 from typing import Any
 
 from lmeval_prune.artefacts import digest
-from lmeval_prune.grid.cells import Cell, Item, cells_of
+from lmeval_prune.grid.cells import Cell, Item, Job, Made, cells_of
 from lmeval_prune.grid.configuration import Grid
 from lmeval_prune.grid.folder import GridFolder, Kind, reason_missing
-from lmeval_prune.grid.worker import BUSY, FAILED, Job, Result, Worker
+from lmeval_prune.grid.worker import Worker
 
 logger = logging.getLogger(__name__)
 POLL_SECONDS = 2.0  # between two checks for items that another run makes
 LOADING_ARGUMENTS = ("pretrained", "peft", "dtype", "revision")
 MASK_ARGUMENTS = {"heads", "mask"}
-# Runs jobs in any order. A job that cannot finish (its machine is lost) yields a failure for each of its items.
-Runner = Callable[[Sequence[Job]], Iterator[Result]]
+# Runs jobs on a grid's folder in any order. A job whose machine is lost yields a failure for each of its items.
+Runner = Callable[[Path, Sequence[Job]], Iterator[Made]]
 ORDER: tuple[Kind, ...] = ("prepare", "evaluate", "measure", "distance")  # with one loaded model
 
 
@@ -62,37 +63,26 @@ def run(grid: Grid, output: str, runner: Runner | None = None, retry_failed: boo
             and (item.kind == "prepare" or not item.cell.prepared or item.cell.prepared in done["prepare"])
         ]
 
-    with closing(Worker()) as worker:
-        run_jobs = runner or worker.run_all
+    with closing(Worker(folder.path)) as worker:
         for phase in (list(needed.values()), items):
-            _finish(phase, left, lambda items: run_jobs(_jobs(grid, folder, items)))
+            open_items, finished, waits = left(phase), 0, 0
+            total = len(open_items)
+            while open_items:
+                finished_before, jobs = finished, _jobs(grid, folder, open_items)
+                made = runner(folder.path, jobs) if runner else (result for job in jobs for result in worker.run(job))
+                for item, failure in made:
+                    finished += 1
+                    logger.info("[%d/%d] %s: %s", finished, total, item, f"failed: {failure}" if failure else "done")
+                if (open_items := left(phase)) and finished == finished_before:  # another run makes them
+                    if waits % 30 == 0:
+                        logger.info("waiting for another run, which makes %d: %s, …", len(open_items), open_items[0])
+                    waits += 1
+                    sleep(POLL_SECONDS)
+                    open_items = left(phase)
     failures, done = folder.failures(), folder.done("evaluate")
     failed = [entry for entry in entries if entry["key"] not in done]
     reasons = [(entry["variant"], entry["task"], reason_missing(entry, failures)) for entry in failed]
     return Summary(len(cells), len(cells) - len(failed) - len(done_before), reasons)
-
-
-def _finish(
-    items: Sequence[Item],
-    left: Callable[[Sequence[Item]], list[Item]],
-    make: Callable[[Sequence[Item]], Iterator[Result]],
-) -> None:
-    """Make items until none is left, and wait for those that another run makes."""
-    open_items = left(items)
-    total, finished, waits = len(open_items), 0, 0
-    while open_items:
-        finished_before = finished
-        for result in make(open_items):
-            if result.state != BUSY:
-                finished += 1
-                state = f"failed: {result.reason}" if result.state == FAILED else "done"
-                logger.info("[%d/%d] %s: %s", finished, total, result.item, state)
-        if (open_items := left(items)) and finished == finished_before:
-            if waits % 30 == 0:
-                logger.info("waiting for another run, which makes %d of them: %s, …", len(open_items), open_items[0])
-            waits += 1
-            sleep(POLL_SECONDS)
-            open_items = left(items)
 
 
 def _jobs(grid: Grid, folder: GridFolder, items: Sequence[Item]) -> list[Job]:
@@ -113,7 +103,7 @@ def _jobs(grid: Grid, folder: GridFolder, items: Sequence[Item]) -> list[Job]:
         origin = item.origin.key if item.origin else ""
         groups.setdefault((position, others, cell.variant.seed, origin, is_alone), []).append(item)
     return [
-        Job(str(folder.path), tuple(group[start : start + grid.together]), grid.distance)
+        group[start : start + grid.together]
         for _, group in sorted(groups.items(), key=lambda pair: pair[0][0])
         for start in range(0, len(group), grid.together)
     ]
@@ -142,5 +132,5 @@ def _plan_distances(grid: Grid, cells: Sequence[Cell]) -> dict[str, tuple[dict[s
         else:
             key = f"{grid.distance}-{cell.key}-{digest((origin or cell).identity['model'])[:12]}"
             entry = {"distance": key} | ({"distance_from": baseline} if origin else {})
-            planned[cell.key] = entry, Item("distance", key, cell, origin)
+            planned[cell.key] = entry, Item("distance", key, cell, origin, grid.distance)
     return planned

@@ -8,7 +8,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from statistics import median
@@ -27,7 +27,7 @@ from lmeval_prune.comparison.distance import COLUMNS
 from lmeval_prune.comparison.variants import RecordingLM, check_tokenizers, record_requests
 from lmeval_prune.comparison.variants import measure as measure_distances
 from lmeval_prune.errors import InputError, disk_error, first_line
-from lmeval_prune.grid.cells import Cell, Item, methods_identity, versions
+from lmeval_prune.grid.cells import Cell, Item, Job, Made, methods_identity, versions
 from lmeval_prune.grid.folder import CELL, VERSION, GridFolder
 from lmeval_prune.grid.preparations import make_preparation
 from lmeval_prune.interventions import HeadMask, combined
@@ -35,12 +35,11 @@ from lmeval_prune.models.arguments import Arguments
 from lmeval_prune.models.head_router import POLICIES
 from lmeval_prune.models.identity import Checkpoint
 from lmeval_prune.models.pruned_server import PrunedServerLM
-from lmeval_prune.models.servers import without_server
+from lmeval_prune.models.servers import RECORD, without_server
 from lmeval_prune.profiling.costs import flops_of, parameters
 from lmeval_prune.profiling.speed import decoding_rates
 
 logger = logging.getLogger(__name__)
-DONE, FAILED, BUSY = "done", "failed", "busy"
 # lm-eval collects the environment for each results file, which takes seconds of CPU time: once per process is enough
 collect_env.get_pretty_env_info = cache(collect_env.get_pretty_env_info)
 # Everyday prose of about 250 tokens. The text is fixed because the tokens that a variant skips depend on it.
@@ -55,24 +54,6 @@ on the quay for three coins each and gave the rest to the pupils. On the way bac
 what she had earned, added the price of the knife, and found that the day had cost her exactly as much as it had
 brought. She laughed, wound the clock, and set it by the bell of the church, which was, as always, four minutes late."""
 PREFILL, DECODED, REPEATS = 192, 32, 5
-
-
-@dataclass(frozen=True)
-class Result:
-    """What became of an item."""
-
-    item: Item
-    state: str  # `DONE`, `FAILED`, or `BUSY`: another process holds the lock
-    reason: str = ""  # of the failure
-
-
-@dataclass(frozen=True)
-class Job:
-    """Items of one kind for one process: variants of one model on one task, or a single item."""
-
-    folder: str  # of the grid
-    items: tuple[Item, ...]
-    documents: int = 0  # of a task, to measure distances on
 
 
 class VariantLM(RecordingLM):
@@ -110,32 +91,26 @@ class ServedLM(PrunedServerLM):
 
 
 class Worker:
-    """Makes the items of jobs with the model of this process; loading another model replaces it."""
+    """Makes the items of a grid with the model of this process; loading another model replaces it."""
 
-    def __init__(self) -> None:
+    def __init__(self, folder: Path) -> None:
+        self.folder = GridFolder(folder)
         self.lm: VariantLM | ServedLM | None = None
         self._loaded: Any = None  # what identifies the model
 
-    def run_all(self, jobs: Sequence[Job]) -> Iterator[Result]:
-        """Run jobs one after another."""
-        for job in jobs:
-            yield from self.run(job)
-
-    def run(self, job: Job) -> Iterator[Result]:
-        """Yield the result of each of a job's items that another process does not make."""
-        self.folder = GridFolder(job.folder)
+    def run(self, items: Job) -> Iterator[Made]:
+        """Make each of a job's items that no other process makes."""
         with ExitStack() as locks:
             open_items: list[Item] = []
-            for item in job.items:
-                if not locks.enter_context(self.folder.lock(item.name)):
-                    yield Result(item, BUSY)
-                elif self.folder.place(item.kind, item.key).exists():
-                    yield Result(item, DONE)
-                else:
-                    open_items.append(item)
-            kind = job.items[0].kind
+            for item in items:
+                if locks.enter_context(self.folder.lock(item.name)):
+                    if self.folder.place(item.kind, item.key).exists():
+                        yield item, ""
+                    else:
+                        open_items.append(item)
+            kind = items[0].kind
             if kind == "distance":
-                yield from self._attempt(open_items, lambda: self._distances(open_items, job.documents))
+                yield from self._attempt(open_items, lambda: self._distances(open_items))
                 return
             masks = self._masks(open_items) if kind == "evaluate" else ()
             for item in open_items:
@@ -154,7 +129,7 @@ class Worker:
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
-    def _attempt(self, items: Sequence[Item], make: Callable[[], None]) -> Iterator[Result]:
+    def _attempt(self, items: Sequence[Item], make: Callable[[], None]) -> Iterator[Made]:
         """Make items together; a failure is recorded for each, but a full disk ends the run."""
         try:
             make()
@@ -164,12 +139,12 @@ class Worker:
             reason = str(error).partition("\n")[0] if isinstance(error, InputError) else first_line(error)
             for item in items:
                 self.folder.record_failure(item.name, reason, traceback.format_exc())
-                yield Result(item, FAILED, reason)
+                yield item, reason
             self.close()  # its state is unknown
         else:
             for item in items:
                 self.folder.clear_failure(item.name)
-                yield Result(item, DONE)
+                yield item, ""
 
     # ------------------------------------------------------------------ models
 
@@ -182,10 +157,10 @@ class Worker:
         if cell.variant.served:
             self.close()
             stored = {"responses": responses} if responses else {}
-            model_args = {**cell.model_args(self.folder.prepared), **_computing(cell), **stored}
-            self.lm = ServedLM(self.folder.servers, **model_args)
+            model_args = {**cell.model_args(self.folder.prepared), **cell.computing, **stored}
+            self.lm = ServedLM(self.folder.path / "answers" / RECORD, **model_args)
             return self.lm
-        arguments = replace(arguments, others={**arguments.others, **_computing(cell)}, responses=responses)
+        arguments = replace(arguments, others={**arguments.others, **cell.computing}, responses=responses)
         is_prepared = arguments.pretrained != cell.variant.model_args["pretrained"]
         identity = None if is_prepared else cell.identity["model"]
         key = {name: str(value) for name, value in arguments.loading.items()}, identity
@@ -231,7 +206,8 @@ class Worker:
         arguments = self._arguments(cell)
         needs_order = any(intervention.needs_order for intervention in arguments.interventions)
         start = time.perf_counter()
-        lm = self._load(cell, arguments, None if needs_order else str(self.folder.answers(cell.answers)))
+        responses = None if needs_order else str(self.folder.path / "answers" / file_name(cell.answers))
+        lm = self._load(cell, arguments, responses)
         loaded = time.perf_counter()
         now = {} if cell.variant.served or cell.prepared else methods_identity(cell.variant, arguments, lm.model_map)
         if any(now[name] != cell.identity[name] for name in now):
@@ -259,15 +235,15 @@ class Worker:
         }
         write_cell(self.folder, cell, lm, results, ran)
 
-    def _distances(self, items: Sequence[Item], documents: int) -> None:
-        """Write the distances of cells of one task from one dense model."""
+    def _distances(self, items: Sequence[Item]) -> None:
+        """Write the distances of cells of one task from one dense model, by text; those of tokens as float32."""
         if not items:
             return
         origin = items[0].origin or items[0].cell
         loading = Arguments.of(origin.variant.model_args).loading
         lm = self._load(origin, _by_engine(loading))
         assert isinstance(lm, VariantLM)
-        requests = record_requests(lm, **origin.evaluation_arguments(loading, documents))
+        requests = record_requests(lm, **origin.evaluation_arguments(loading, items[0].documents))
         variants, others = {}, {}
         for item in items:
             arguments = self._arguments(item.cell)
@@ -277,20 +253,20 @@ class Worker:
                 others[item.key] = partial(self._load_beside, item.cell, arguments, loading)
         distances = measure_distances(lm, requests, variants, others)
         for item in items:
-            write_distances(self.folder, item.key, distances.frame(item.key))
+            table = pa.Table.from_pandas(distances.frame(item.key), preserve_index=False)
+            for name in COLUMNS:
+                column = table[name].cast(pa.list_(pa.float32()))
+                table = table.set_column(table.schema.get_field_index(name), name, column)
+            write_table(self.folder.place("distance", item.key), table)
 
     def _load_beside(self, cell: Cell, arguments: Arguments, dense: dict[str, Any]) -> VariantLM:
         """Load another model than the dense one, which stays in memory; refuse another tokenizer."""
         check_tokenizers(Checkpoint(dense), Checkpoint(arguments.loading))
-        return VariantLM(_by_engine({**cell.model_args(self.folder.prepared), **_computing(cell)}))
+        return VariantLM(_by_engine({**cell.model_args(self.folder.prepared), **cell.computing}))
 
 
 def _by_engine(model_args: dict[str, Any]) -> Arguments:
     return Arguments.of({**model_args, "engine": "batched", "deterministic": True})
-
-
-def _computing(cell: Cell) -> dict[str, Any]:
-    return {"batch_size": cell.batch_size, **({"device": cell.device} if cell.device else {})}
 
 
 # ---------------------------------------------------------------------- what is written
@@ -313,7 +289,7 @@ class _Writer(EvaluationTracker):
 def write_cell(folder: GridFolder, cell: Cell, lm: Any, results: dict[str, Any], ran: dict[str, Any]) -> None:
     """Write the folder of a cell: lm-eval's `results` and samples, and how the evaluation `ran`."""
     model_args, evaluation = cell.model_args(folder.prepared), cell.evaluation
-    results["config"] |= {"model": cell.model, "model_args": model_args, "batch_size": cell.batch_size}
+    results["config"] |= {"model": cell.model, "model_args": model_args, "batch_size": cell.computing["batch_size"]}
     samples = results.pop("samples")
     template = evaluation["apply_chat_template"]
     with new_folder(folder.place("evaluate", cell.key)) as target:
@@ -332,8 +308,8 @@ def write_cell(folder: GridFolder, cell: Cell, lm: Any, results: dict[str, Any],
         content = cell.entry(model_args) | {
             "selected_questions": sorted(selected_questions(cell.variant.model_args)),
             "seed": cell.variant.seed,
-            **{name: getattr(cell, name) for name in ("evaluation", "metadata", "identity", "answers")},
-            **{name: getattr(cell, name) for name in ("batch_size", "device", "engine")},
+            **{name: getattr(cell, name) for name in ("evaluation", "metadata", "identity", "answers", "engine")},
+            **cell.computing,
             "ran": ran,
         }
         write_artefact(target / "cell.json", CELL, VERSION, content)
@@ -356,15 +332,6 @@ def selected_questions(model_args: dict[str, Any]) -> set[str]:
             elif (router := folder / "router.json").is_file():
                 questions |= set(read_json(router).get("seen", ()))
     return questions
-
-
-def write_distances(folder: GridFolder, key: str, texts: Any) -> None:
-    """Write the distances of a cell's variant by text, see `Distances.frame`; those of tokens as lists of float32."""
-    table = pa.Table.from_pandas(texts, preserve_index=False)
-    for name in COLUMNS:
-        position = table.schema.get_field_index(name)
-        table = table.set_column(position, name, table[name].cast(pa.list_(pa.float32())))
-    write_table(folder.place("distance", key), table)
 
 
 # ---------------------------------------------------------------------- costs

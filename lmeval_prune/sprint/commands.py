@@ -58,8 +58,8 @@ def fit(
     settings = FitOptions(sizes=p, weights=lambda_, dense=not without_dense, **options)
     settings.method()  # refuses wrong settings before anything is read
     from lmeval_prune.reporting.quiet import silence_libraries
-    from lmeval_prune.sprint.fit import fit
     from lmeval_prune.sprint.outcomes import OutcomeStore
+    from lmeval_prune.sprint.router import fit
 
     silence_libraries()
     training = OutcomeStore(outcomes).read()

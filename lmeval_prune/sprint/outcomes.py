@@ -162,14 +162,6 @@ class Outcomes:
         counts = self.observed.sum(0)
         return np.where(counts > 0, np.nansum(self.z, 0) / np.maximum(counts, 1), np.nan)
 
-    @cached_property
-    def row_of(self) -> dict[str, int]:
-        """Return the row of each question text; `InputError` if two rows have the same text."""
-        rows = {text: i for i, text in enumerate(self.texts)}
-        if len(rows) < len(self.texts):
-            raise InputError("the outcome store has the same question twice, so its outcome is ambiguous")
-        return rows
-
 
 class OutcomeStore:
     """A folder with outcomes; the module docstring lists its files. Only one process of a run writes.
@@ -239,7 +231,16 @@ class OutcomeStore:
         rows: dict[tuple[str, str, int], dict[str, Any]] = {}
         if self.store_file.exists():
             content = self._content()
-            model, before = _merge_models(self.folder, content["model"], model), content["tasks"]
+            first, before = content["model"], content["tasks"]
+            known, new = first.get("adapters", {}), model.get("adapters", {})
+            shared = known.keys() & new.keys()
+            # a folder may be renamed, and `rounded` follows from the weights; a sweep may bring further adapters
+            old, now = (
+                {**each, "name": "", "rounded": [], "adapters": {name: adapters[name] for name in shared}}
+                for each, adapters in ((first, known), (model, new))
+            )
+            check_same({"model": old}, {"model": now}, self.folder)
+            model = {**model, **first, **({"adapters": dict(sorted({**known, **new}.items()))} if new else {})}
             check_tasks(self.folder, before, tasks)
             # the code stays that of the first outcomes, so that each later sweep warns
             tasks = tasks | {name: {**tasks.get(name, {}), **own} for name, own in before.items()}
@@ -268,16 +269,3 @@ class OutcomeStore:
 
     def _cells(self, *columns: str) -> pa.Table:
         return read_table(self.cells_file, pa.schema([_CELLS.field(name) for name in columns]))
-
-
-def _merge_models(folder: Path, before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
-    """Return a store's model identity with new adapters added; `InputError` if it is another model or backend."""
-    old, new = before.get("adapters", {}), now.get("adapters", {})
-    shared = old.keys() & new.keys()
-    # a folder may be renamed, and `rounded` follows from the weights
-    first, second = (
-        {**model, "name": "", "rounded": [], "adapters": {name: adapters[name] for name in shared}}
-        for model, adapters in ((before, old), (now, new))
-    )
-    check_same({"model": first}, {"model": second}, folder)
-    return {**now, **before, **({"adapters": dict(sorted({**old, **new}.items()))} if new else {})}

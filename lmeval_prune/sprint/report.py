@@ -9,23 +9,25 @@ import json
 import logging
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
+from matplotlib.patches import Patch
 
 from lmeval_prune.architectures import Head
-from lmeval_prune.artefacts import CREATED_BY, digest, write_text
+from lmeval_prune.artefacts import CREATED_BY, digest, read_lines, write_text
 from lmeval_prune.errors import InputError, first_few
 from lmeval_prune.models.head_router import DENSE
 from lmeval_prune.reporting.documents import bold, csv, markdown, render
+from lmeval_prune.reporting.plot_style import COLOURS, figure, label_ends, save
 from lmeval_prune.reporting.statistics import holm, mean_interval, sign_flip_test
-from lmeval_prune.sprint import figures
-from lmeval_prune.sprint.curves import Curve, oracle_curve, policy_curve, random_curve, samples_curve
 from lmeval_prune.sprint.options import ReportOptions
-from lmeval_prune.sprint.outcomes import Outcomes, OutcomeStore, check_tasks
-from lmeval_prune.sprint.router import Router, best, nearest, random_top
+from lmeval_prune.sprint.outcomes import Outcomes, OutcomeStore, check_tasks, question_field
+from lmeval_prune.sprint.router import Policy, Router, best, nearest, random_top
+from lmeval_prune.tasks.tries import pass_unbiased
 
 logger = logging.getLogger(__name__)
 ANSWER_SETTINGS = ("generation", "num_fewshot", "chat_template", "system_instruction")  # others are of the scoring
@@ -55,7 +57,7 @@ def write_report(options: ReportOptions) -> Path:
     tests = _test_router(curves, options.seed) if router else {}
     choices = [Counter(row[k] for row in curves[0].attempts) for k in range(n)] if router else []
     heads = _heads_section(test, options, folder)
-    figures.pass_at_n(curves, bands, dense, folder / "pass_at_n")
+    draw_pass_at_n(curves, bands, dense, folder / "pass_at_n")
     write_text(folder / "pass_at_n.csv", csv(_pass_rows(curves, bands)))
     numbers = {
         "created_by": CREATED_BY,
@@ -68,15 +70,27 @@ def write_report(options: ReportOptions) -> Path:
         **({"median_gain_of_best_head": heads["medians"], "changes": heads.pop("change_by_head")} if heads else {}),
     }
     write_text(folder / "report.json", json.dumps(numbers, indent=1) + "\n")
+    means = [[c.name, c.kind, *("" if np.isnan(v) else f"{v:.3f}" for v in c.mean)] for c in curves]
+    differences = []
+    for name, row in tests.items():
+        texts = [bold(f"{each['difference']:+.3f} ({each['p']:.2g})", each["p_holm"] < 0.05) for each in row]
+        known = {f"N = {x['n']}": "" if np.isnan(x["p"]) else text for x, text in zip(row, texts, strict=True)}
+        differences.append({"policy": name, **known})
+    most_frequent = [
+        (k, len(counts), ", ".join(f"{name} ({count})" for name, count in counts.most_common(4)))
+        for k, counts in enumerate(choices, 1)
+    ]
+    names = ["policy", "estimate", *(f"pass@{k}" for k in range(1, n + 1))]
+    of_choices = ["try", "different heads", "most frequent (questions)"]
     text = render(
         Path(__file__).with_name("report.md.jinja"),
         test=test,
         train=train,
         router=router,
         dense=dense,
-        passes=_pass_table(curves),
-        tests=_difference_table(tests) if tests else "",
-        choices=_choice_table(choices),
+        passes=markdown(pd.DataFrame(means, columns=names), names[:2]),
+        tests=markdown(pd.DataFrame(differences), ["policy"]) if tests else "",
+        choices=markdown(pd.DataFrame(most_frequent, columns=of_choices), of_choices[::2]),
         heads=heads,
         notes=notes,
     )
@@ -131,6 +145,104 @@ def _read_inputs(options: ReportOptions) -> tuple[Outcomes, Outcomes | None, Rou
     return test, train, router, notes
 
 
+# ---------------------------------------------------------------------- curves
+
+
+@dataclass(frozen=True)
+class Curve:
+    """pass@k of each question.
+
+    Attributes:
+        name: label in the legend.
+        kind: estimator of pass@k: `ordered`, `exact` (the expectation over random orders) or `unbiased` (over samples).
+        values: probability that any of k tries is right, for k = 1 … N, shape (questions, N); NaN if unknown.
+        attempts: attempts at each question, if a policy chose them.
+        is_bound: whether this is an upper bound, not a method.
+        tokens: expected number of generated tokens of the first k tries, shape (questions, N); None if unknown.
+    """
+
+    name: str
+    kind: str
+    values: np.ndarray
+    attempts: Sequence[Sequence[str]] = ()
+    is_bound: bool = False
+    tokens: np.ndarray | None = None
+
+    @property
+    def mean(self) -> np.ndarray:
+        """Return the mean pass@k over the questions, shape (N,)."""
+        return self.values.mean(0)
+
+    @property
+    def mean_tokens(self) -> np.ndarray | None:
+        """Return the mean number of generated tokens of k tries over the questions, shape (N,)."""
+        return None if self.tokens is None else self.tokens.mean(0)
+
+
+def policy_curve(name: str, policy: Policy, outcomes: Outcomes, n: int) -> Curve:
+    """Compute pass@k of a policy whose try i is the i-th of its order."""
+    attempts = [order[:n] for order in policy.order(outcomes.texts)]
+    part = outcomes.columns(list(dict.fromkeys(attempt for row in attempts for attempt in row)))
+    column_of = {attempt: column for column, attempt in enumerate(part.pool)}
+    rows, columns = np.arange(len(attempts))[:, None], np.array([[column_of[a] for a in row] for row in attempts])
+    values = np.maximum.accumulate(part.z[rows, columns] == 1, axis=1).astype(float)
+    tokens = np.full(values.shape, np.nan) if part.tokens is None else part.tokens[rows, columns].cumsum(1)
+    return Curve(name, "ordered", values, attempts, tokens=tokens if np.isfinite(tokens).all() else None)
+
+
+def oracle_curve(name: str, pool: Sequence[str], outcomes: Outcomes, n: int) -> Curve:
+    """Compute pass@k of the oracle: whether any head of the pool solves the question."""
+    solved = (outcomes.columns(pool).z == 1).any(axis=1, keepdims=True)
+    return Curve(name, "ordered", np.repeat(solved.astype(float), n, axis=1), is_bound=True)
+
+
+def random_curve(name: str, pool: Sequence[str], outcomes: Outcomes, n: int) -> Curve:
+    """Compute the expected pass@k of m heads drawn without replacement, c of them right: 1 − C(m−c, k)/C(m, k)."""
+    part = outcomes.columns(pool)
+    ks = [min(k, len(pool)) for k in range(1, n + 1)]
+    values = np.array([[pass_unbiased(len(pool), int(c), k) for k in ks] for c in (part.z == 1).sum(1)])
+    tokens = part.tokens if part.tokens is not None and np.isfinite(part.tokens).all() else None
+    return Curve(name, "exact", values, tokens=None if tokens is None else tokens.mean(1)[:, None] * np.array(ks))
+
+
+def samples_curve(name: str, path: str, outcomes: Outcomes, n: int) -> Curve:
+    """Estimate pass@k from a samples file of `lm_eval --log_samples` on a pass@N task, for the outcomes' questions.
+
+    Random samples are exchangeable, so the unbiased estimator is used. The tries of a routed run are ordered, so its
+    reported `pass@k` is used; pass@k that lm-eval did not report is NaN.
+    """
+    rows: dict[str, np.ndarray] = {}
+    settings: dict[str, Any] = {}
+    prompts = {row["question"]: row["prompt"] for row in outcomes.questions}
+    lengths = {task["generation"].get("max_gen_toks") for task in outcomes.tasks.values() if "generation" in task}
+    field = question_field(outcomes.tasks) or "question"
+    for sample in read_lines(path):
+        (request,) = sample["arguments"].values()
+        question, prompt, settings = str(sample["doc"][field]), request["arg_0"], request["arg_1"]
+        is_same = digest(prompt) == prompts.get(question) and settings.get("max_gen_toks") in lengths
+        if question in prompts and not is_same:
+            raise InputError(
+                f"{path} has other prompts or another max_gen_toks than the test store; run both with the same chat "
+                f"template, exemplars and gen_kwargs"
+            )
+        ks = range(1, n + 1)
+        if "attempts" in settings:
+            passes = [float(sample.get(f"pass@{k}", np.nan)) for k in ks]
+        else:
+            tries = len(sample["filtered_resps"][0])  # excludes the copies that pad ranks
+            right = round(float(sample["pass@1_unbiased"]) * tries)
+            passes = [pass_unbiased(tries, right, k) if k <= tries else np.nan for k in ks]
+        rows[question] = np.array(passes)
+    missing = set(outcomes.texts) - rows.keys()
+    if missing:
+        raise InputError(
+            f"{path} lacks {len(missing)} of the test store's {len(outcomes.texts)} questions, "
+            f"e.g. {min(missing)[:60]!r}; `lmeval-prune questions` prints them for lm_eval's --samples"
+        )
+    values = np.array([rows[text] for text in outcomes.texts])
+    return Curve(name, "ordered" if "attempts" in settings else "unbiased", values)
+
+
 # ---------------------------------------------------------------------- pass@N
 
 
@@ -149,30 +261,6 @@ def _test_router(curves: Sequence[Curve], seed: int) -> dict[str, list[dict[str,
 
 def _plain(values: np.ndarray) -> list[float | None]:
     return [None if np.isnan(value) else round(float(value), 6) for value in values]
-
-
-def _pass_table(curves: Sequence[Curve]) -> str:
-    rows = [[c.name, c.kind, *("" if np.isnan(v) else f"{v:.3f}" for v in c.mean)] for c in curves]
-    names = ["policy", "estimate", *(f"pass@{k}" for k in range(1, len(rows[0]) - 1))]
-    return markdown(pd.DataFrame(rows, columns=names), ["policy", "estimate"])
-
-
-def _difference_table(tests: dict[str, list[dict[str, float]]]) -> str:
-    def cell(test: dict[str, float]) -> str:
-        text = f"{test['difference']:+.3f} ({test['p']:.2g})"
-        return "" if np.isnan(test["p"]) else bold(text, test["p_holm"] < 0.05)
-
-    rows = [{"policy": name, **{f"N = {test['n']}": cell(test) for test in row}} for name, row in tests.items()]
-    return markdown(pd.DataFrame(rows), ["policy"])
-
-
-def _choice_table(choices: Sequence[Counter[str]]) -> str:
-    rows = [
-        (k, len(counts), ", ".join(f"{name} ({count})" for name, count in counts.most_common(4)))
-        for k, counts in enumerate(choices, 1)
-    ]
-    names = ["try", "different heads", "most frequent (questions)"]
-    return markdown(pd.DataFrame(rows, columns=names), [names[0], names[2]])
 
 
 def _pass_rows(curves: Sequence[Curve], bands: Sequence[tuple[np.ndarray, np.ndarray]]) -> pd.DataFrame:
@@ -205,9 +293,9 @@ def _heads_section(test: Outcomes, options: ReportOptions, folder: Path) -> dict
     groups, change_by_head = groups_of(outcomes, options.by), changes(outcomes)
     table = head_table(outcomes, groups)
     measured, chance = gains(table), gains_by_chance(outcomes, groups, seed=options.seed)
-    figures.head_changes(change_by_head, folder / "head_changes")
-    figures.head_map(change_by_head, folder / "head_map")
-    figures.violins(measured, chance, folder / "best_head_gains")
+    draw_changes(change_by_head, folder / "head_changes")
+    draw_head_map(change_by_head, folder / "head_map")
+    draw_gains(measured, chance, folder / "best_head_gains")
     write_text(folder / "accuracy.csv", csv(table))
     medians = {
         name: float(np.median(np.concatenate(list(values.values()))))
@@ -303,3 +391,105 @@ def changes(outcomes: Outcomes) -> dict[str, tuple[float, float]]:
             error = float(difference.std(ddof=1) / count**0.5) if count > 1 else 0.0
             change_of[column] = (float(difference.mean()), error)
     return change_of
+
+
+# ---------------------------------------------------------------------- figures
+
+
+def draw_pass_at_n(
+    curves: Sequence[Curve], bands: Sequence[tuple[np.ndarray, np.ndarray]], dense: float, stem: Path
+) -> None:
+    """Draw pass@N of all policies; the first one and the best of the others have 95% intervals (Figure 4)."""
+    known = [np.flatnonzero(~np.isnan(curve.mean)) for curve in curves]
+    last = [float(curve.mean[columns[-1]]) for curve, columns in zip(curves, known, strict=True)]
+    rivals = [i for i, curve in enumerate(curves) if i and not curve.is_bound]
+    strongest = max(rivals, key=last.__getitem__, default=0)
+    main = {strongest: COLOURS[1], 0: COLOURS[0]}
+    drawing, axes = figure(8.2, 4.6, f"pass@N on {len(curves[0].values)} questions; bands: 95%")
+    ends, colours = [], iter(COLOURS[2:] * len(curves))
+    for i, (curve, columns, (low, high)) in enumerate(zip(curves, known, bands, strict=True)):
+        colour = "0.35" if curve.is_bound else main[i] if i in main else next(colours)
+        ks, is_main = columns + 1, i in main
+        style = {"color": colour, "ls": "-" if curve.kind == "ordered" else "--", "lw": 2.4 if is_main else 1.3}
+        marker = {"marker": "o", "ms": 5, "zorder": 4 if i else 5} if is_main else {}
+        axes.plot(ks, curve.mean[columns], **style, **marker)
+        if is_main:
+            axes.fill_between(ks, low[columns], high[columns], color=colour, alpha=0.13, lw=0)
+        ends.append((ks[-1], last[i], curve.name, {"color": colour, "weight": "bold" if is_main else "normal"}))
+    tries = curves[0].values.shape[1]
+    axes.axhline(dense, color="0.35", lw=1, ls=":")
+    ends.append((tries, dense, "unpruned, greedy (one try)", {"color": "0.35", "weight": "normal"}))
+    axes.set(xlabel="tries N  (dashed: an expectation over draws)", ylabel="pass@N", xlim=(0.8, tries + 0.6))
+    axes.set_xticks(np.arange(1, tries + 1))
+    axes.grid(axis="y", color="0.92")
+    label_ends(axes, ends)
+    save(drawing, stem)
+
+
+def draw_gains(measured: dict[str, list[float]], by_chance: dict[str, list[float]], stem: Path) -> None:
+    """Draw the best head's gain in each layer, next to the gain expected by chance (Figure 2)."""
+    layers = list(measured)
+    title = "Best head of a layer, by group of questions (line: median)"
+    drawing, axes = figure(max(5.5, 1.1 * len(layers) + 2), 4.4, title)
+    for offset, values, colour in ((-0.2, measured, COLOURS[0]), (0.2, by_chance, COLOURS[6])):
+        for i, layer in enumerate(layers):
+            points = np.asarray(values[layer])
+            if len(points) > 4 and np.ptp(points) > 0:
+                parts = axes.violinplot([points], [i + offset], widths=0.36, showmedians=False, showextrema=False)
+                parts["bodies"][0].set(facecolor=colour, alpha=0.5)
+            axes.plot([i + offset - 0.12, i + offset + 0.12], [np.median(points)] * 2, color=colour, lw=2)
+            if len(points) <= 20:
+                axes.plot(np.full(len(points), i + offset), points, ".", color=colour, ms=5)
+    axes.axhline(0, color="0.4", lw=1, ls=":")
+    axes.set_xticks(range(len(layers)), layers)
+    axes.set(xlabel="layer", ylabel="accuracy of the best head − unpruned")
+    names = ("measured", "outcomes shuffled among heads: chance alone")
+    drawing.legend(  # beside the axes: on them it could hide a violin
+        handles=[Patch(color=c, alpha=0.5, label=n) for c, n in zip((COLOURS[0], COLOURS[6]), names, strict=True)],
+        loc="outside lower center",
+        ncols=2,
+        frameon=False,
+        fontsize=9,
+    )
+    save(drawing, stem)
+
+
+def draw_changes(changes: dict[str, tuple[float, float]], stem: Path) -> None:
+    """Draw each head's change in accuracy, sorted, with two standard errors (Figure 5)."""
+    ordered = sorted(changes.items(), key=lambda item: item[1][0])
+    title = "Accuracy with one head pruned − unpruned (lines: two standard errors)"
+    drawing, axes = figure(max(6.0, 0.19 * len(ordered) + 1.5), 4.2, title)
+    values = np.array([change for _, (change, _) in ordered])
+    errors = np.array([2 * error for _, (_, error) in ordered])
+    colours = [COLOURS[0] if value >= 0 else COLOURS[1] for value in values]
+    axes.bar(range(len(ordered)), values, color=colours, yerr=errors, ecolor="0.5", error_kw={"lw": 0.8})
+    axes.axhline(0, color="0.3", lw=0.8)
+    axes.set_xticks(range(len(ordered)), [name for name, _ in ordered], rotation=90, fontsize=7)
+    axes.margins(x=0.01)
+    axes.set(ylabel="change in accuracy")
+    save(drawing, stem)
+
+
+def draw_head_map(changes: dict[str, tuple[float, float]], stem: Path) -> None:
+    """Draw the change in accuracy by layer and head."""
+    heads = {name: Head.named(name) for name in changes}
+    layers = list(dict.fromkeys(head.layer_label for head in heads.values()))
+    count = 1 + max(head.head for head in heads.values())
+    grid = np.full((len(layers), count), np.nan)  # in percentage points
+    for name, head in heads.items():
+        grid[layers.index(head.layer_label), head.head] = 100 * changes[name][0]
+    title = "Change in accuracy with one head pruned"
+    drawing, axes = figure(max(5.0, 0.5 * count + 2.2), max(2.4, 0.42 * len(layers) + 1.4), title)
+    limit = max(float(np.nanmax(np.abs(grid))), 1e-9)
+    image = axes.imshow(grid, cmap="RdBu", vmin=-limit, vmax=limit, aspect="auto")
+    axes.spines[:].set_visible(False)
+    axes.set_xticks(range(count))
+    axes.set_yticks(range(len(layers)), layers)
+    axes.set(xlabel="pruned head", ylabel="layer")
+    if grid.size <= 160:
+        for (i, j), value in np.ndenumerate(grid):
+            if not np.isnan(value):
+                shade = "white" if abs(value) > 0.6 * limit else "0.15"
+                axes.text(j, i, f"{value:+.1f}", ha="center", va="center", fontsize=7, color=shade)
+    drawing.colorbar(image, ax=axes, label="change in accuracy, points")
+    save(drawing, stem)

@@ -107,23 +107,21 @@ class Progress(TrainerCallback):
             self._print(f"{self.name}resumes after epoch {state.epoch:.2f}", state)
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-        """Start the clocks of an epoch: elapsed time and processor time."""
-        self.clocks = time.monotonic(), time.process_time()
+        """Start the clock of an epoch."""
+        self.clock = time.monotonic()
 
     def on_log(self, args: Any, state: Any, control: Any, model: Any = None, **others: Any) -> None:
         """Print the latest row of the log, and look at the weights."""
-        row, clocks = state.log_history[-1], (time.monotonic(), time.process_time())
+        row, clock = state.log_history[-1], time.monotonic()
         if "loss" in row:
-            elapsed = (round(now - then, 1) for now, then in zip(clocks, self.clocks, strict=True))
-            row["seconds"], row["processor_seconds"] = elapsed
-            self.clocks = clocks
-            per_step = (clocks[0] - self.start) / max(1, state.global_step - self.first_step)
+            row["seconds"], self.clock = round(clock - self.clock, 1), clock
+            per_step = (clock - self.start) / max(1, state.global_step - self.first_step)
             left = per_step * (state.max_steps * (1 + self.following) - state.global_step) / 60
             position = f"{self.name}epoch {state.epoch:.2f} of {args.num_train_epochs:.0f}"
             losses = _shown(row, ("loss", "response", "feature", "task"))
             self._print(f"{position}: {losses}, {row['seconds']:.0f} s; at most about {left:.1f} min left", state)
         elif "eval_loss" in row:
-            self.clocks = clocks  # validation is no part of the next row
+            self.clock = clock  # validation is no part of the next row
             self._print(f"  validation: {_shown(row, (ACCURACY, 'eval_task', 'eval_loss'))}", state)
         if not self.has_diverged and not _has_finite_weights(model):  # transformers logs again at the end
             self.has_diverged = True

@@ -2,7 +2,7 @@
 
 A method is a frozen dataclass in its own file and one line in `ROUTERS` of `options.py`, or an entry point in
 `lmeval_prune.routers` of another package; its fields are its options. It yields a ranker for each combination of
-option values, and `fit.py` chooses among them on the validation questions.
+option values, and `fit_embeddings` chooses among them on the validation questions.
 """
 
 from __future__ import annotations

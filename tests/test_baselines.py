@@ -15,10 +15,9 @@ from typing import Any
 import pytest
 import torch
 
-from lmeval_prune import Plan, map_model
+from lmeval_prune import Plan, artefacts, map_model
 from lmeval_prune.architectures import ModelMap
 from lmeval_prune.architectures.blocks import weight_of
-from lmeval_prune.artefacts import work as work_folder
 from lmeval_prune.cli import main
 from lmeval_prune.interventions.base import change_input
 from lmeval_prune.pruners.allocation import Budget, UnitPool, allocate, removed_by, standardised, unit_pools
@@ -659,7 +658,7 @@ def test_the_hash_of_a_text_does_not_depend_on_batches() -> None:
 
 def _killed(work: Path, count: int) -> None:
     """Make a plan in a child process that is killed when the count-th layer is stored."""
-    work_folder.write_bytes = killing_after(count)(work_folder.write_bytes)
+    artefacts.write_bytes = killing_after(count + 1)(artefacts.write_bytes)  # settings.json is the first
     model_map = map_model(tiny("llama", num_hidden_layers=4))
     list(stages(SlimGpt(), model_map, PruneOptions(0.3), whole(), work=work))
 

@@ -17,10 +17,9 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
-from lmeval_prune import HeadMask, InputError, map_model
+from lmeval_prune import HeadMask, InputError, artefacts, map_model
 from lmeval_prune.architectures import uncuttable, units_of
 from lmeval_prune.architectures.blocks import is_transposed
-from lmeval_prune.artefacts import writing
 from lmeval_prune.checkpoints import pruned
 from lmeval_prune.checkpoints.loading import load_pretrained
 from lmeval_prune.checkpoints.pruned import read_manifest
@@ -485,7 +484,7 @@ def test_a_killed_save_leaves_the_last_checkpoint(
     default every eighth step, and the last ones, when the folder takes its place.
     """
     if not exchange:
-        monkeypatch.setattr(writing, "_exchange", lambda *_: False)
+        monkeypatch.setattr(artefacts, "_exchange", lambda *_: False)
     model = stored("llama", tmp_path / "parent")
     folder, missing = tmp_path / "written" / "cut", 0  # beside nothing else, so that what is read is not counted
     old = cut_to(folder, model, Plan("L*H0-1"))

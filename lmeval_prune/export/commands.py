@@ -5,14 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from shlex import quote
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from lmeval_prune.config import command
 from lmeval_prune.errors import InputError
 from lmeval_prune.export.vllm_plugin import STOCK
-
-if TYPE_CHECKING:
-    from lmeval_prune.export.adapters import AdapterExport
 
 VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # values of vLLM's --max-lora-rank
 
@@ -132,7 +129,7 @@ def model(
     return 0
 
 
-def adapter_lines(export: AdapterExport, revision: str | None) -> list[str]:
+def adapter_lines(export: Any, revision: str | None) -> list[str]:
     """Return the command lines that serve the adapters of an export, and earlier ones that the same server can load."""
     from lmeval_prune.export.manifest import read_adapters
 

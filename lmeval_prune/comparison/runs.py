@@ -46,7 +46,10 @@ _PROMPT = {
 # what lm-eval writes of the model that was loaded: another one can have been saved under the same name
 _MODEL = ("model_dtype", "model_num_parameters", "peft_sha", "delta_sha")
 # what this package writes of what was pruned: a file of masks can have been written again under the same name
-_PRUNING = ("heads", "mask_fingerprint", "file_sha256", "plan", "adapters", "lora", "checkpoint")
+_PRUNING = (
+    *("weights_fingerprint", "heads", "mask_fingerprint", "file_sha256", "plan", "adapters", "lora", "checkpoint"),
+    "router",
+)
 
 
 @dataclass(frozen=True)
@@ -104,14 +107,19 @@ class ResultsFile:
 
     @property
     def model(self) -> dict[str, Any]:
-        """Return what is said of the weights and what is changed in them; without a digest also the Hub's revision."""
-        found = self.config.get("pruning")
-        pruning = found if isinstance(found, Mapping) else {}
-        weights = pruning.get("weights_fingerprint")
+        """Return what is said of the model's weights; without a digest of them also the revision on the Hub."""
+        weights = self.pruning.get("weights_fingerprint")
         names = _MODEL if weights else (*_MODEL, "model_sha")  # which changes with any file of the repository
-        changed = {name: pruning.get(name) for name in _PRUNING}
-        changed["router"] = {key: value for key, value in pruning.get("router", {}).items() if key != "seed"}
-        return _flat({**{name: self.config.get(name) for name in names}, "weights of the model": weights, **changed})
+        return _flat({**{name: self.config.get(name) for name in names}, "weights of the model": weights})
+
+    @property
+    def pruning(self) -> dict[str, Any]:
+        """Return what this package writes of the weights and of what was pruned, without the seed of a router."""
+        found = self.config.get("pruning")
+        if not isinstance(found, Mapping):
+            return {}
+        router = {name: value for name, value in (found.get("router") or {}).items() if name != "seed"}
+        return {name: router if name == "router" else found[name] for name in _PRUNING if name in found}
 
     @cached_property
     def samples(self) -> dict[str, Path]:
@@ -139,7 +147,7 @@ class ResultsFile:
         return Settings(_flat(prompt), _flat(other), self.results.get("lm_eval_version"))
 
     def lengths(self, task: str) -> Any:
-        """Return the lengths of a task's answers, see `models/lengths.py`; None if the run did not note them."""
+        """Return the lengths of a task's answers, as `Lengths`; None if the run did not note them."""
         name = self.results.get("task_names", {}).get(task, task)
         return ((self.config.get("pruning") or {}).get("answers") or {}).get(name)
 
@@ -349,7 +357,7 @@ class Run:
         return ", ".join([*parts, first_few(file.path for file in self.files)])
 
     def lengths(self, tasks: Sequence[str]) -> dict[str, Any]:
-        """Return the lengths of the answers to tasks together, see `models/lengths.py`; empty if one's are unknown."""
+        """Return the lengths of the answers to tasks together, as `Lengths`; empty if one's are unknown."""
         parts = [file.lengths(task) for task in tasks for file in self.files_of(task)]
         return merge_lengths(parts) if parts and all(parts) else {}
 
@@ -360,7 +368,9 @@ class Run:
         for file, other in zip(files[1:], settings[1:], strict=True):
             reasons = different(settings[0].of_repeats, other.of_repeats, settings[0].lm_eval == other.lm_eval)
             # lm-eval leaves out what it could not find out
-            if reasons := reasons + different(files[0].model, file.model, has_same_version=False):
+            reasons += different(files[0].model, file.model, has_same_version=False)
+            both = bool(files[0].pruning and file.pruning)
+            if reasons := reasons + different(_flat(files[0].pruning), _flat(file.pruning), both):
                 raise InputError(
                     f"{self.name} has {task} twice with different settings: {first_few(reasons, most=3)}; name the "
                     f"results file to compare, {files[0].path} or {file.path}"

@@ -1,6 +1,6 @@
 """Log-probabilities of given continuations, for many contexts under many head masks.
 
-The token sequences of all requests form a tree (`token_tree.py`), so tokens that several of them begin with are run
+The token sequences of all requests form a tree (`tree.py`), so tokens that several of them begin with are run
 once: the examples of a few-shot prompt, the context of a question's choices. A pass runs a few thousand tokens of the
 tree, unpruned or under the mask with the highest first pruned layer. It keeps the inputs of the first pruned layer of
 each other mask, which then runs from that layer up.

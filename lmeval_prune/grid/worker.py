@@ -97,6 +97,7 @@ class Worker:
         self.folder = GridFolder(folder)
         self.lm: VariantLM | ServedLM | None = None
         self._loaded: Any = None  # what identifies the model
+        self._maps: dict[str, Any] = {}  # model maps by what loads the model
 
     def run(self, items: Job) -> Iterator[Made]:
         """Make each of a job's items that no other process makes."""
@@ -149,6 +150,14 @@ class Worker:
     # ------------------------------------------------------------------ models
 
     def _arguments(self, cell: Cell) -> Arguments:
+        """Return a cell's arguments; its masks, plans and routers must be those that the cell's hash identifies."""
+        own = Arguments.of(without_server(cell.variant.model_args))
+        expected = {name: cell.identity[name] for name in ("interventions", "router")}
+        if any(expected.values()):
+            loading = str(sorted(own.loading.items()))
+            self._maps[loading] = model_map = self._maps.get(loading) or Checkpoint(own.loading).map
+            if methods_identity(cell.variant, own, model_map) != expected:
+                raise InputError("the files of a mask, plan or router have changed since the grid began; run it again")
         return Arguments.of(without_server(cell.model_args(self.folder.prepared)))
 
     def _load(self, cell: Cell, arguments: Arguments, responses: str | None = None) -> VariantLM | ServedLM:
@@ -209,9 +218,6 @@ class Worker:
         responses = None if needs_order else str(self.folder.path / "answers" / file_name(cell.answers))
         lm = self._load(cell, arguments, responses)
         loaded = time.perf_counter()
-        now = {} if cell.variant.served or cell.prepared else methods_identity(cell.variant, arguments, lm.model_map)
-        if any(now[name] != cell.identity[name] for name in now):
-            raise InputError("the files of a mask, plan or router have changed since the grid began; run it again")
         store = lm.store
         stored_before = len(store.responses) if store else 0
         if isinstance(lm, VariantLM):

@@ -72,7 +72,8 @@ def importance(
     if source:
         text, _ = source(model_map.model)
         provenance["calibration"] = text.record()
-        text = replace(text, work=work_of(_work_folder(output), provenance, model_map))
+        record = {**provenance, "batches": [list(ids.shape) for ids, _ in text.batches]}  # sums are kept by batch
+        text = replace(text, work=work_of(_work_folder(output), record, model_map))
     scores = score(pruner, model_map, text, [*parts_of(model_map, kinds), *depth_parts_of(model_map, kinds)]).values
     columns, scored = None, "heads"
     if has_width:

@@ -305,6 +305,7 @@ def test_distances_of_several_seeds_are_means_over_pairs(runs: dict[str, Path], 
     [
         ({"pruning": {"weights_fingerprint": "6c"}}, {"pruning": {"weights_fingerprint": "13"}}, True),
         ({"pruning": {"heads": ["L0H1"]}}, {"pruning": {"heads": ["L1H1"]}}, True),  # a mask's file was written again
+        ({"pruning": {"heads": ["L0H1"]}}, {"pruning": {"plan": {"channels": {"L0": "1"}}}}, True),
         ({}, {"model_num_parameters": 7}, True),
         ({"model_sha": "6c"}, {"model_sha": "13"}, True),
         ({"model_sha": "6c"}, {"model_sha": ""}, False),  # lm-eval could not ask for it

@@ -335,7 +335,7 @@ def _typed_words(parser: Parser, first: str, words: deque[str]) -> dict[str, lis
     if leading and first and (is_list or len(leading) == 1):
         typed[first] = [json.dumps(leading) if is_list else leading[0]]
     elif leading:
-        raise InputError(f"{leading[-1]!r} follows no option; {parser.prog} --help lists them")
+        words.appendleft(leading[-1])  # refused with its name
     while words:
         word = words.popleft()
         option, equals, value = word.partition("=")

@@ -184,10 +184,10 @@ def test_recipes_fit_their_commands(path: Path) -> None:
 
 def test_recipes_of_the_package_need_no_clone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    name, own = "configs/pruners/flap.yaml", str(ROOT / "lmeval_prune/configs/pruners/flap.yaml")
+    name, own = "configs/pruners/gisp.yaml", str(ROOT / "lmeval_prune/configs/pruners/gisp.yaml")
     assert str(packaged(name)) == own and str(packaged(f"./{name}")) == f"{name}"
     words = ["--pretrained", "x", "--output", "plan.json", "--config", name]
-    assert read_options("prune", resolve_name(COMMANDS["prune"]), words, COMMANDS)["method"] == "flap"
+    assert read_options("prune", resolve_name(COMMANDS["prune"]), words, COMMANDS)["method"] == "gisp"
     Path(name).parent.mkdir(parents=True)
     Path(name).write_text("prune: {ratio: 2}")
     assert str(packaged(name)) == name  # what is in the working folder counts

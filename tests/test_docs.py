@@ -6,9 +6,7 @@ import ast
 import importlib
 import json
 import re
-import sys
 import tomllib
-import types
 from collections.abc import Iterator
 from dataclasses import fields
 from itertools import pairwise
@@ -154,24 +152,6 @@ def test_python_is_shown_with_its_imports(page: Path) -> None:
     shown = {node.id for node in nodes if isinstance(node, ast.Name)}
     named = set(re.findall(r"`([A-Z]\w*[a-z]\w*)(?:\(|`|\.)", prose(page)))
     assert not ((shown | named) & public()) - set(imported) - defined
-
-
-def test_the_pruner_of_the_example_works_as_it_stands(
-    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    page = (ROOT / "docs/guides/add-a-method.md").read_text(encoding="utf-8").partition("## A pruner\n")[2]
-    _, file = BLOCK.findall(page)[0]
-    module = types.ModuleType("largest_inputs")
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setitem(base.PRUNERS, "largest_inputs", "largest_inputs:LargestInputs")
-    exec(compile(file, module.__name__, "exec"), vars(module))
-    (tmp_path / "text.txt").write_text("\n\n".join(f"Ann has {n} apples and buys {n + 1} more." for n in range(60)))
-    command = f"prune --pretrained {tiny_folder} --method largest_inputs --options power=1 --ratio 0.3"
-    text = f"--text {tmp_path}/text.txt --windows 2 --tokens 16 --output {tmp_path}/plan.json"
-    assert main([*command.split(), *text.split()]) == 0
-    plan = lmeval_prune.Plan.load(tmp_path / "plan.json")
-    assert plan.provenance["method"] == "largest_inputs" and plan.provenance["power"] == 1.0
-    assert plan.heads and plan.channels
 
 
 def test_the_version_is_the_same_everywhere() -> None:

@@ -80,7 +80,8 @@ def test_the_commands_of_a_guide_run(page: Path, tmp_path: Path) -> None:
         **{"PIP_TARGET": str(installed), "PIP_NO_DEPS": "1", "PIP_NO_BUILD_ISOLATION": "0", "PIP_NO_INDEX": "1"},
         **({"LMEVAL_PRUNE_DATA": str(SHARED)} if has_data else {}),
     }
-    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    for name in ("configs", "docs", "README.md"):
+        (tmp_path / name).symlink_to(ROOT / name)
     blocks = [block for block in blocks_of(page) if block.needs in ("", "data")]
     assert blocks, "the guide shows nothing to run"
     for block in blocks:

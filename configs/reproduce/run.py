@@ -27,13 +27,13 @@ TEXTS = {  # file: data set, configuration, rows
 SWEEP = "--model_args pretrained=smollm2-135m --tasks prune_asdiv_a --layers 5 --limit 8 --gen_kwargs max_gen_toks=48"
 STEPS = {  # commands of the papers that are not a grid, and what a trial adds to them
     "sprint": [
-        ("sweep", SWEEP),
+        ("sweep", f"{SWEEP} --split stratified_train"),
         ("sweep --split test --limit 500 --output sprint/test", f"{SWEEP} --split stratified_test"),
         ("fit", "--p 4 --lambda 0.001"),
         ("report sprint", "--n 4 --by grade"),
     ],
     "dpkd": [
-        ("athena train", "--encoder all-minilm-l6-v2 --epochs 1"),
+        ("athena train", "--encoder all-minilm-l6-v2 --epochs 1 --limit 40"),
         ("distill", "--epochs 1 --limit 40"),
     ],
 }

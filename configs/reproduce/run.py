@@ -1,7 +1,7 @@
 """Run the setting of a paper: `python configs/reproduce/run.py flap`, for the names of the YAML files beside this one.
 
 The paper's model, texts and tasks come from the Hub; a GPU is needed. With `--trial` the same commands run on the
-embedded model and packaged texts, in minutes on a CPU (`sprint`, `dpkd`: with ASDiv in LMEVAL_PRUNE_DATA): this shows
+embedded model and packaged texts, in minutes on a CPU (`dpkd`: with ASDiv in LMEVAL_PRUNE_DATA): this shows
 that they run, and says nothing of the paper. Files are written to `out/reproduce`.
 """
 
@@ -24,13 +24,14 @@ TEXTS = {  # file: data set, configuration, rows
     "c4.jsonl": ("allenai/c4", "en", 10_000),
     "bookcorpus.jsonl": ("rojagtap/bookcorpus", None, 20_000),
 }
-SWEEP = "--model_args pretrained=smollm2-135m --tasks prune_asdiv_a --layers 5 --limit 8 --gen_kwargs max_gen_toks=48"
+SWEEP = "--model_args pretrained=smollm2-135m --tasks prune_tiny_endings --layers 5 --limit 40"
+SWEEP += " --gen_kwargs max_gen_toks=4 --apply_chat_template false"
 STEPS = {  # commands of the papers that are not a grid, and what a trial adds to them
     "sprint": [
-        ("sweep", f"{SWEEP} --split stratified_train"),
-        ("sweep --split test --limit 500 --output sprint/test", f"{SWEEP} --split stratified_test"),
+        ("sweep", SWEEP),
+        ("sweep --split test --limit 500 --output sprint/test", SWEEP),
         ("fit", "--p 4 --lambda 0.001"),
-        ("report sprint", "--n 4 --by grade"),
+        ("report sprint", "--n 4 --by task"),
     ],
     "dpkd": [
         ("athena train", "--encoder all-minilm-l6-v2 --epochs 1 --limit 40"),

@@ -152,7 +152,6 @@ def test_from_importance_to_profile(
     rows = json.loads((tmp_path / "profile" / "profile.json").read_text())["models"]
     assert rows[str(folder)]["parameters"] == parameters(loaded)[0] < rows[str(tiny_folder)]["parameters"]
     assert all(row["flops"] == row["flops_counted"] and row["peak_memory_mib"] > 0 for row in rows.values())
-    assert (tmp_path / "profile" / "profile.png").stat().st_size > 5000
 
 
 def test_a_profile_on_a_text_has_the_distance(

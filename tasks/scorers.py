@@ -87,7 +87,7 @@ KINDS = {
 # --------------------------------------------------------------------------- functions for process_results
 
 
-def _scores(correct: bool, extraction: Extraction) -> Scores:
+def _scored(extraction: Extraction, correct: bool) -> Scores:
     return {
         "exact_match": float(correct),
         "strict_match": float(correct and extraction.how in MARKED),
@@ -97,49 +97,44 @@ def _scores(correct: bool, extraction: Extraction) -> Scores:
     }
 
 
-def _response(results: Sequence[str]) -> str:
-    if isinstance(results, str):
-        raise InputError("results is one text; give a list of texts: process_results(doc, [text])")
-    return results[0]
-
-
-@print_input_errors
 def number(doc: Document, results: Sequence[str]) -> Scores:
     """Score an answer that is one number."""
-    extraction = extract(_response(results), NumberReader())
-    return _scores(numbers_equal(extraction.answer, doc["target"]), extraction)
+    (response,) = results
+    extraction = extract(response, NumberReader())
+    return _scored(extraction, numbers_equal(extraction.answer, doc["target"]))
 
 
-@print_input_errors
 def text_or_number(doc: Document, results: Sequence[str]) -> Scores:
     """Score an answer that is one or more numbers (`3; 4`), a time, a ratio or a word."""
-    extraction = extract(_response(results), text_reader(doc["target"]))
-    return _scores(same_text(extraction.answer, doc["target"]), extraction)
+    (response,) = results
+    extraction = extract(response, text_reader(doc["target"]))
+    return _scored(extraction, same_text(extraction.answer, doc["target"]))
 
 
 @print_input_errors
 def mathematics(doc: Document, results: Sequence[str]) -> Scores:
     """Score a MATH answer: of the same form as the gold answer, with parts equal as numbers or by math-verify."""
-    extraction = extract(_response(results), MathematicsReader(doc["target"]))
+    (response,) = results
+    extraction = extract(response, MathematicsReader(doc["target"]))
     verdict = verdicts([(extraction.answer, doc["target"])])[0]
-    return _scores(verdict == "equal", extraction) | {"timeouts": float(verdict in ("timeout", "crash"))}
+    return _scored(extraction, verdict == "equal") | {"timeouts": float(verdict in ("timeout", "crash"))}
 
 
-@print_input_errors
 def equation(doc: Document, results: Sequence[str]) -> Scores:
     """Score an arithmetic expression; see `expression_is_right`."""
-    extraction = extract(_response(results), ExpressionReader())
+    (response,) = results
+    extraction = extract(response, ExpressionReader())
     names = {name: Fraction(number) for name, number in (doc.get("names") or {}).items() if number}
     gold = doc.get("formula") or doc.get("equation") or ""
-    return _scores(expression_is_right(extraction.answer, doc["target"], gold, names), extraction)
+    return _scored(extraction, expression_is_right(extraction.answer, doc["target"], gold, names))
 
 
-@print_input_errors
 def ending(doc: Document, results: Sequence[str]) -> Scores:
     """Score the completion of a sentence: its first words, as many as the gold ending has."""
-    words = re.findall(r"\w+", _response(results))[: len(re.findall(r"\w+", doc["target"]))]
+    (response,) = results
+    words = re.findall(r"\w+", response)[: len(re.findall(r"\w+", doc["target"]))]
     extraction = Extraction(" ".join(words), "end" if words else "none")
-    return _scores(same_text(extraction.answer, doc["target"]), extraction)
+    return _scored(extraction, same_text(extraction.answer, doc["target"]))
 
 
 # By scoring function: how to compare two answers that it extracted.
@@ -156,7 +151,6 @@ EQUALITIES: dict[Callable[..., Scores], Callable[[str, str], bool]] = {
 
 
 def _kind(name: str) -> Kind:
-    """Return a kind of answers by its name."""
     if name == "mathematics":
         require_math_verify()
     return KINDS[name]
@@ -187,18 +181,16 @@ class AnswerFilter(Filter):
     @print_input_errors
     def apply(self, resps: Iterable[Answers], docs: Sequence[Document]) -> list[Answers]:
         """Read the answers in responses to each document, which are texts or lists of texts."""
-        golds = [self.read_gold(doc) for doc in docs]
+        field = self.gold or ""
+        template = jinja2.Environment(undefined=jinja2.StrictUndefined).from_string(field) if "{" in field else None
+        golds = [""] * len(docs)
+        if self.kind.reads_gold:
+            texts = (template.render(**doc) if template else doc[field] for doc in docs)
+            golds = [gold_answer(text, self.kind) for text in texts]
         answers = _read(resps, map(self.kind.reader, golds))
         if self.kind is KINDS["mathematics"]:
             _compare_at_once(answers, golds)
         return answers
-
-    def read_gold(self, doc: dict[str, Any]) -> str:
-        """Return a document's gold answer; empty if this kind of answers is read without it."""
-        if not self.kind.reads_gold or not self.gold:
-            return ""
-        template = jinja2.Environment(undefined=jinja2.StrictUndefined).from_string
-        return gold_answer(template(self.gold).render(**doc) if "{" in self.gold else doc[self.gold], self.kind)
 
 
 @register_filter("prune_verdicts")
@@ -210,7 +202,6 @@ class Verdicts(Filter):
 
     @print_input_errors
     def apply(self, resps: Iterable[Answers], docs: Sequence[Document]) -> list[Answers]:
-        """Compute and cache the verdicts; `resps` are texts or lists of texts, and are returned."""
         resps, golds = list(resps), [doc["target"] for doc in docs]
         _compare_at_once(_read(resps, map(MathematicsReader, golds)), golds)
         return resps
@@ -316,23 +307,21 @@ def check_scorers(task: Any) -> None:
         for name, function in getattr(task, "_metric_fn_list", {}).items()
         if getattr(function, "__module__", "") == __name__
     }
+    name = task.config.task
     if reads and not compares <= reads:
         raise InputError(
-            f"task {task.config.task}: filter prune_answer reads kind: {' and '.join(sorted(reads))}, "
+            f"task {name}: filter prune_answer reads kind: {' and '.join(sorted(reads))}, "
             f"metrics compare kind: {' and '.join(sorted(compares))}; give both one"
         )
-    own = task.get_config("process_results") in (number, equation)
-    if not own and "number" not in compares:
+    if "number" not in compares and task.get_config("process_results") not in (number, equation):
         return
-    texts = []
-    for document in itertools.islice(iter(task.eval_docs), MAX_CHECKED):
+    others, documents = [], [*itertools.islice(iter(task.eval_docs), MAX_CHECKED)]
+    for document in documents:
         golds = task.doc_to_target(document) if "number" in compares else document.get("target")
-        golds = golds if isinstance(golds, list) else [golds]
-        texts.append([gold_answer(gold, KINDS["number"]) for gold in golds])
-    others = [answers[0] for answers in texts if answers and not any(map(readings, answers))]
-    if not others:
-        return
-    counts = f"{len(others)} of the first {len(texts)} gold answers are no numbers ({others[0]!r})"
-    if len(others) == len(texts):
-        raise InputError(f"task {task.config.task}: {counts}; compare them as text or mathematics")
-    logger.warning("task %s: %s, so no response to them is right", task.config.task, counts)
+        texts = [gold_answer(gold, KINDS["number"]) for gold in (golds if isinstance(golds, list) else [golds])]
+        others += texts[:1] if not any(map(readings, texts)) else []
+    if others:
+        counts = f"task {name}: {len(others)} of the first {len(documents)} gold answers are no numbers ({others[0]!r})"
+        if len(others) == len(documents):
+            raise InputError(f"{counts}; compare them as text or mathematics")
+        logger.warning("%s, so no response to them is right", counts)

@@ -4,7 +4,6 @@ import copy
 import json
 import math
 import re
-from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -20,7 +19,6 @@ from lmeval_prune.plugin import registration
 from lmeval_prune.scoring import equality
 from lmeval_prune.scoring.verifier import Verifier
 from lmeval_prune.tasks import compat, data, loading, scored, scorers
-from lmeval_prune.tasks.manager import LazyTaskManager
 from lmeval_prune.tasks.tries import pass_unbiased
 from tests.conftest import ROOT, task_manager
 
@@ -312,19 +310,6 @@ def test_commonsense_is_seven_tasks_with_a_score(monkeypatch: pytest.MonkeyPatch
     assert normed == {"piqa", "hellaswag", "arc_easy", "arc_challenge", "openbookqa"}
 
 
-def test_the_sequence_length_is_checked_before_a_model_is_loaded(tmp_path: Path) -> None:
-    """Also of a user's group that contains the task; lm-eval's `validate` and `ls` name no model."""
-    (tmp_path / "mine.yaml").write_text("group: mine\ntask: [mine, prune_tiny, prune_wikitext2_128]\n")
-    for metadata, is_refused in ((None, False), ({"max_length": 128}, False), ({"max_length": "128"}, False),
-                                 ({}, True), ({"max_length": 2048}, True)):  # fmt: skip
-        manager = LazyTaskManager(include_path=str(tmp_path), metadata=metadata)
-        assert manager.match_tasks(["prune_tiny"]) == ["prune_tiny"]
-        for name in ("mine", "prune_wikitext2_128"):
-            refusal = pytest.raises(InputError) if is_refused else nullcontext()
-            with refusal:
-                assert manager.match_tasks([name]) == [name]
-
-
 def test_perplexity_at_sequence_length_128(monkeypatch: pytest.MonkeyPatch) -> None:
     """lm-eval's wikitext, on a page of our own."""
     page = Dataset.from_list([{"page": "one two three"}])
@@ -341,3 +326,5 @@ def test_perplexity_at_sequence_length_128(monkeypatch: pytest.MonkeyPatch) -> N
     out = run(Uniform(None), "prune_wikitext2_128", limit=None, max_length=128)
     (figures,) = (value for name, value in out["results"].items() if name.endswith("wikitext"))
     assert figures["word_perplexity,none"] == pytest.approx(math.exp(2))
+    with pytest.raises(InputError):
+        run(Uniform(None), "prune_wikitext2_128", limit=None, max_length=2048)

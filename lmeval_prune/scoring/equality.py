@@ -18,9 +18,8 @@ from lmeval_prune.scoring.prose import equals_number, number_of, numbers_equal, 
 from lmeval_prune.scoring.verifier import Verdict, shared
 
 _TIME = re.compile(r"0?(\d{1,2}(?::\d\d)+)\s*(?:([ap])\.?\s?m\.?)?")  # 05:45 p.m.
-_LETTER = re.compile(
-    r"(?:(?:option|choice|answer) )?(?:\(([a-k])\)|([a-k])(?=$|[.:)] ))"
-)  # (c), c, option c, c. helium
+# (c), c, option c, c. helium
+_LETTER = re.compile(r"(?:(?:option|choice|answer) )?(?:\(([a-k])\)|([a-k])(?=$|[.:)] ))")
 _SEPARATOR = re.compile(r"\s*;\s*|,\s+(?:and\s+)?|,(?!\d{3})|\s+and\s+")  # of several: 3; 4, or 3, 4 and 5
 
 
@@ -259,9 +258,7 @@ _COMPARISONS: dict[str, Callable[[Form, Form, Leaf], bool]] = {
 _KNOWN: dict[tuple[str, str], Verdict] = {}  # of pairs of expressions, what workers have found
 _TWICE = re.compile(r"(.{1,40}?) ?\((?:or)? ?([^()]{1,40})\)")  # 49/5 (9.8)
 _RADIANS = re.compile(r"\\text\s*\{\s*rad(?:ians?)?\s*\}")
-_DEGREES = re.compile(  # 45°, 22.5 degrees
-    r"(\d[\d./]*)\s*(?:°|\\text\s*\{\s*degrees?\s*\})"
-)
+_DEGREES = re.compile(r"(\d[\d./]*)\s*(?:°|\\text\s*\{\s*degrees?\s*\})")  # 45°, 22.5 degrees
 # and products, which are not compared: 2 x, 2 \cdot x
 _SPACES = re.compile(r"(?<!\d)\s+|\s+(?!\d)|\\(?:cdot|times)(?=\s*[^\s\\\d])")
 # Or a command, or a unit of two letters at the end.

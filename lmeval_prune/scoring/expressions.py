@@ -24,9 +24,7 @@ _PYTHON = str.maketrans({"^": "**", "{": "(", "}": ")"})
 _ARITHMETIC, _FRACTIONS, _QUANTITIES, _PRODUCTS = (
     stage("arithmetic"), stage("fractions", rounds=MAX_LENGTH), stage("quantities"), stage("products"),
 )  # fmt: skip
-_MIXED = re.compile(  # 3 1/2, 3(1/2)
-    r"(?<![\w.)@])(\d+)(?:\s+|\s*(\())(\d+)\s*/\s*(\d+)(?(2)\))(?![\w.])"
-)
+_MIXED = re.compile(r"(?<![\w.)@])(\d+)(?:\s+|\s*(\())(\d+)\s*/\s*(\d+)(?(2)\))(?![\w.])")  # 3 1/2, 3(1/2)
 
 
 def _literal(mixed: re.Match[str]) -> str:

@@ -31,34 +31,25 @@ _LIST = re.compile(
     rf"{ATOM}(?:\s*(?:,|;|and|or|, and|, or|、|和|或)\s*{ATOM})*"
 )  # formulas with joints: x = 1 or x = 2
 # for x = 3; but the sum of both is 3
-_CONDITION = re.compile(
-    rf"\b{phrases('conditions_before')}\b(?:(?!\b(?:is|are|equals)\b)[A-Za-z\s]){{0,20}}$", re.IGNORECASE
-)
+_CONDITION = re.compile(rf"(?i)\b{phrases('conditions_before')}\b(?:(?!\b(?:is|are|equals)\b)[A-Za-z\s]){{0,20}}$")
 _SUPPOSED = re.compile(  # suppose x = 3; next, we add 5
-    rf"^\W*(?:{phrases('supposed_sentence')}|{phrases('supposed_sentence', 'zh')})|{phrases('planned')}", re.IGNORECASE
+    rf"(?i)^\W*(?:{phrases('supposed_sentence')}|{phrases('supposed_sentence', 'zh')})|{phrases('planned')}"
 )
-_WHY = re.compile(r"\b(?:because|since)\b", re.IGNORECASE)  # after it, formulas are reasons
+_WHY = re.compile(r"(?i)\b(?:because|since)\b")  # after it, formulas are reasons
 _NEGATES = re.compile(  # is not x = 3
-    rf"\b(?:{phrases('refusing')}|\w+n't)(?! (?:only|just))(?: \(?\w+){{0,4}}\s*$|{phrases('refusing', 'zh')}\W*$",
-    re.IGNORECASE,
+    rf"(?i)\b(?:{phrases('refusing')}|\w+n't)(?! (?:only|just))(?: \(?\w+){{0,4}}\s*$|{phrases('refusing', 'zh')}\W*$"
 )
-_CHOOSES = re.compile(  # of several values: only the first works
-    rf"\b(?:{phrases('rejecting')}|only the)\b",
-    re.IGNORECASE,
-)
+_CHOOSES = re.compile(rf"(?i)\b(?:{phrases('rejecting')}|only the)\b")  # of several values: only the first works
 _NAMED = re.compile(  # before a name that is the answer
-    rf"(?:[=:]|\b(?:{phrases('announcing_verbs')}|gets?|obtain|gives|leaves|left with|(?:simplifies|reduces|evaluates|equal) to)"
-    rf"(?: (?:{phrases('announcing_adverbs')}|only|the|line|ray|side|segment|angle|point|variable))*|^\W*{phrases('conclusions')}\b,?)\W*$",
-    re.IGNORECASE,
+    rf"(?i)(?:[=:]|\b(?:{phrases('announcing_verbs')}|gets?|obtain|gives|leaves|left with|(?:simplifies|reduces|evaluates|equal) to)"
+    rf"(?: (?:{phrases('announcing_adverbs')}|only|the|line|ray|side|segment|angle|point|variable))*|^\W*{phrases('conclusions')}\b,?)\W*$"
 )
-_REJECTED = re.compile(rf"\s*(?:is|are) {phrases('rejected')}\b", re.IGNORECASE)  # x = 3 is rejected
+_REJECTED = re.compile(rf"(?i)\s*(?:is|are) {phrases('rejected')}\b")  # x = 3 is rejected
 _AFTERTHOUGHT = re.compile(  # x = 3 (as x > 0), x = 3 — the larger one
     rf"(?<={ATOM})\s*\([^()]*[A-Za-z≈][^()]*\)|(?<={ATOM})\W*\s(?:[—–-]|{phrases('explained_by')})\s.*$"
 )
-_CHECKED = re.compile(
-    rf"(?<={ATOM}),?\s(?:and )?(?:one|we|you|i) (?:\w+ )?(?:checks?|verif\w+|confirms?)\b.*$", re.IGNORECASE
-)
-_PREMISE = re.compile(rf"\W*(?:by|{'|'.join(words('conditions'))})\b", re.IGNORECASE)  # from x = 3 we see that
+_CHECKED = re.compile(rf"(?i)(?<={ATOM}),?\s(?:and )?(?:one|we|you|i) (?:\w+ )?(?:checks?|verif\w+|confirms?)\b.*$")
+_PREMISE = re.compile(rf"(?i)\W*(?:by|{'|'.join(words('conditions'))})\b")  # from x = 3 we see that
 _APPROXIMATED = re.compile(  # 36\pi cm² (≈ 113.1 cm²); \sqrt{2}, or about 1.41
     rf"(?<={ATOM})((?:\s+(?!{phrases('refusing')}|{phrases('comparatives')})[A-Za-z²³]{{2,}}){{0,3}})[\s,]*"
     rf"(?:≈|[(,]\s*(?:(?:or|that is|which is|i\.e\.),? )?(?:≈|about|approx\w*|roughly|around|nearly))\s*(?:[$£€]?\d|{ATOM}).*$"
@@ -76,9 +67,8 @@ _END = re.compile(r"(?:[ .,]|\\[,;:! ]?)*+$")  # stops and spaces
 _ENVIRONMENT = re.compile(r"\\(?:begin|end)\{\w+\*?\}")
 _INNER = re.compile(r"\\begin\{(\w*matrix|cases|array)\}[\s\S]*?\\end\{\1\}")  # rows that are no equations
 _SAYING = re.compile(  # 'the value of x is', 'triangle ABC has area ='
-    rf"^(?:[\w\s]|\\text\s*\{{)*?\b{phrases('saying')}s?(?: \w+){{0,3}}?\s?(?:is|are|:)\s*\}}?\s*"
-    rf"|^(?:\\?triangle\s*)?[A-Z]*\s*\\text\s*\{{[^{{}}]*\b{phrases('measures')}\s*\}}\s*=?\s*",
-    re.IGNORECASE,
+    rf"(?i)^(?:[\w\s]|\\text\s*\{{)*?\b{phrases('saying')}s?(?: \w+){{0,3}}?\s?(?:is|are|:)\s*\}}?\s*"
+    rf"|^(?:\\?triangle\s*)?[A-Z]*\s*\\text\s*\{{[^{{}}]*\b{phrases('measures')}\s*\}}\s*=?\s*"
 )
 _UNITS = re.compile(r"(?<=[\d})\]π])(?:\s+(?!(?:and|or|pi|sqrt)\b)[A-Za-z]{2,}[²³]?){1,3}$")  # 3\pi square inches
 # a digit, a sign, a lone letter

@@ -103,9 +103,7 @@ _CHARACTERS: dict[int, int | str | None] = {
     **str.maketrans("\u3000\t“”‘’⁄∕￥", "  \"\"''//¥"),
 }
 _FULL_STOP = re.compile(r"(?<!\d)．|．(?!\d)")  # a decimal point only between digits
-_THOUGHT = re.compile(
-    rf"(?P<end>{phrases('thought_ends', 'latex')})|{phrases('thought_begins', 'latex')}", re.IGNORECASE
-)
+_THOUGHT = re.compile(rf"(?i)(?P<end>{phrases('thought_ends', 'latex')})|{phrases('thought_begins', 'latex')}")
 _GAP = re.compile(r"\s{9,}")  # long ones, which slow patterns down
 _SPECIAL = re.compile(r"<\|[\w ]{1,40}\|>|</?s>")  # tokens of a template
 

@@ -27,8 +27,7 @@ _DIGITS = rf"""(?:(?:\d*\.\d*\(\d{{1,9}}\)(?!\w) | (?:[1-9]\d{{0,2}}(?:  # 0.1(6
       (?:,\d{{3}})+ | (?:_\d{{3}})+ | (?:['’]\d{{3}})+ | (?:[{_SPACES}\ ]\d{{3}})+ | (?:,\d\d)+,\d{{3}}  # the last is Indian
     )(?!\d) | \d+)(?:\.\d+)? | \.\d+)(?:[eE][-+]?\d{{1,3}}(?![A-Za-z\d]))?)"""
 _LEAD = re.compile(  # signs, currency and brackets before the digits
-    rf"(?P<word>(?:negative|minus)\s+)?(?P<signs>(?:-|\+\s?|{MONEY}\s*){{0,3}})(?P<brackets>(?:\\?[(\[{{]\s?-?){{0,9}})",
-    re.I,
+    rf"(?i)(?P<word>(?:negative|minus)\s+)?(?P<signs>(?:-|\+\s?|{MONEY}\s*){{0,3}})(?P<brackets>(?:\\?[(\[{{]\s?-?){{0,9}})"
 )
 _MAGNITUDE = re.compile(  # a quotient, a vulgar fraction, or digits with what makes them a mixed number
     rf"""(?P<top>{_DIGITS})\s?[/⁄]\s?(?P<bottom>{_DIGITS})(?!\s?/|\d)
@@ -42,16 +41,15 @@ _CLOSING = re.compile(r"\s?\\?[)\]}]")  # of brackets around a number: (3/8)
 _POWER = re.compile(  # of ten
     r"\s?[×*·⋅x]\s?10(?:\s?(?:\^|\*\*)\s?(-?\d{1,3}|\{\s?-?\d{1,3}\s?\})|(⁻?[⁰¹²³⁴-⁹]{1,3}))(?!\d|\.\d)"
 )
-_PERCENT = re.compile(rf"\s*(?:[%％]|{phrases('percent')}\b)", re.I)  # 25%
+_PERCENT = re.compile(rf"(?i)\s*(?:[%％]|{phrases('percent')}\b)")  # 25%
 _SCALE = re.compile(  # million, 万
-    rf"\s?(?:({'|'.join(word for word in _SCALES if word.isascii())})s?\b"
-    r"|((?!千米|千克|千瓦|百分|千分)(?:[百千万]?万|亿|[百千])))",
-    re.I,
+    rf"(?i)\s?(?:({'|'.join(word for word in _SCALES if word.isascii())})s?\b"
+    r"|((?!千米|千克|千瓦|百分|千分)(?:[百千万]?万|亿|[百千])))"
 )
 # Where a number may begin; after what a sign is its own.
-_CANDIDATE = re.compile(rf"\d[\d.,]*|\.\d+|[{VULGAR}]|{MONEY}|\\?[(\[{{]|[-+–—]|\b(?:negative|minus)\b", re.I)
+_CANDIDATE = re.compile(rf"(?i)\d[\d.,]*|\.\d+|[{VULGAR}]|{MONEY}|\\?[(\[{{]|[-+–—]|\b(?:negative|minus)\b")
 _EQUATED = re.compile(r"(?:\A|[=≈≃≅≡])\s*$")  # = - 12
-_BEGUN = re.compile(rf"(?:\A|[=≈≃≅≡→⇒(\[{{,;:.!?，、。；：！？\n…]|\b{phrases('equal_words')})\s*$", re.I)
+_BEGUN = re.compile(rf"(?i)(?:\A|[=≈≃≅≡→⇒(\[{{,;:.!?，、。；：！？\n…]|\b{phrases('equal_words')})\s*$")
 _SIGN_AFTER = re.compile(r"[+*/⁄^×·⋅∙÷√±∓|∪∩&_<>≤≥≠\u4e00-\u9fff]\s*$|(?<![\\#A-Za-z])[A-Za-z]+\s+$|[^\w\s\\#]\s+$")
 _SIGNS = frozenset(["-", "–", "—", "+", "minus"])
 _SEPARATORS = re.compile(rf"[,'’ _{_SPACES}]")  # of thousands

@@ -28,7 +28,7 @@ _CHINESE = "[\u4e00-\u9fff]"
 # --------------------------------------------------------------------------- the outline
 
 _SPACES = re.compile(r"[ \t]{2,}")  # are one
-_THAT_IS = re.compile(r"\bi\.\s?e\.,?", re.IGNORECASE)
+_THAT_IS = re.compile(r"(?i)\bi\.\s?e\.,?")
 _ARROW = re.compile(r"[-=]{1,3}>")  # ->, ==>
 _SIGNS = str.maketrans("⇒≈≃≅≡", "→====")
 _MINUS = re.compile(  # between operands, before a command, between operands of one unit, or in an equation
@@ -60,11 +60,10 @@ _GOVERNED = re.compile(rf"(?:^|\W){phrases('governors')}\s*$|{phrases('governing
 
 # Where a clause ends, which brackets hold a remark, which are a factor; the verb between two numbers.
 _BOUNDARY = re.compile(
-    r"(?P<open>\\?[(\[{])|(?P<close>\\?[)\]}])"
+    r"(?i)(?P<open>\\?[(\[{])|(?P<close>\\?[)\]}])"
     r"|(?P<stop>[;!?，、。；：！？\n…]|(?<!#)[.,:]|[.,:](?!#)|,(?=#\s?[-+*/×·÷−]))"
     rf"|\b(?:{_EXPLANATIONS})\b|{phrases('explanations', 'zh')}"
-    rf"|\b(?:for|at|with)(?=\s[a-z]\s?=)|\band(?=\s{phrases('facts')})|(?<=\s)[-–—](?=\s|$)",
-    re.IGNORECASE,
+    rf"|\b(?:for|at|with)(?=\s[a-z]\s?=)|\band(?=\s{phrases('facts')})|(?<=\s)[-–—](?=\s|$)"
 )
 _REMARK = re.compile(
     rf"(?:(?<=\s)\\?[(\[{{]|\\?[(\[{{](?=[^()\[\]{{}}]*(?:=|{_CHINESE}|[A-Za-z]{{2}})))(?!\s?[\w#]+\s?\\?[)\]}}])",
@@ -72,8 +71,8 @@ _REMARK = re.compile(
 )
 _FACTOR = re.compile(rf"(?:{_OPERATOR}|\\[A-Za-z]+)\s*$")  # before a bracket that is a factor: 3(4)
 # of a clause with sides: 3 shirts cost 12
-VERBS = re.compile(rf"(?<!to )\b(?:{'|'.join(words('verbs'))})\b|\bget\b", re.IGNORECASE)
-_TO_THE_NUMBER = re.compile(rf"\s*(?:{phrases('before_the_number')} ?)*#", re.IGNORECASE)
+VERBS = re.compile(rf"(?i)(?<!to )\b(?:{'|'.join(words('verbs'))})\b|\bget\b")
+_TO_THE_NUMBER = re.compile(rf"(?i)\s*(?:{phrases('before_the_number')} ?)*#")
 CONCLUSIONS = words("conclusions")
 _WORD = re.compile(rf"\b[A-Za-z]+(?:['’][A-Za-z]+)*|{_CHINESE}+")  # don't, 答案
 _SAID, _CHINESE_SAID = words("said_with_a_number"), re.compile(f"{phrases('said_with_a_number', 'zh')}$")

@@ -18,42 +18,37 @@ _DIGIT = re.compile(r"[\d¼-¾⅐-⅞]")
 
 # --------------------------------------------------------------------------- numbers
 
-_NOTHING = re.compile(rf"\W*{phrases('nothing')}\b", re.IGNORECASE)  # no solution
+_NOTHING = re.compile(rf"(?i)\W*{phrases('nothing')}\b")  # no solution
 _BULLET = re.compile(r"^\s*(?:[-*•–—>]|\d{1,2}[.)])\s+")  # 1) 12
 _INVERTED = re.compile(phrases("inverted"), re.IGNORECASE)  # so 12 it is
-_FOOTNOTE = re.compile(  # 12 [1]
-    r"(?<=[\w.%)}*`$]) ?\[\d{1,2}\](?=[\s.,;:!?]|$)|(?<![⁻⁰¹²³⁴-⁹])¹(?![⁰¹²³⁴-⁹])"
-)
+_FOOTNOTE = re.compile(r"(?<=[\w.%)}*`$]) ?\[\d{1,2}\](?=[\s.,;:!?]|$)|(?<![⁻⁰¹²³⁴-⁹])¹(?![⁰¹²³⁴-⁹])")  # 12 [1]
 _DOZENS = re.compile(rf"({phrases('computed')}[\d.,]*) dozens?\b")  # 36/12 = 3 dozen
 # is 12
-_STATES = re.compile(rf"=|\b{phrases('stating')}\s+[$£€]?-?\d", re.IGNORECASE)
+_STATES = re.compile(rf"(?i)=|\b{phrases('stating')}\s+[$£€]?-?\d")
 _PLANS = re.compile(phrases("planned"), re.IGNORECASE)  # next, we add 12
-_IN_ALL = re.compile(r",?\s+for (?=[$£€]?[\d.,]+ in total\b)", re.IGNORECASE)  # for 12 in total
+_IN_ALL = re.compile(r"(?i),?\s+for (?=[$£€]?[\d.,]+ in total\b)")  # for 12 in total
 _CLAUSE = re.compile(  # so that it is 12
-    r",?\s+(?:so|thus|hence|therefore|that|because|since)\s|(?<=[a-z])[,;]\s+(?=there|she|he|they|it|we|the|that)",
-    re.IGNORECASE,
+    r"(?i),?\s+(?:so|thus|hence|therefore|that|because|since)\s|(?<=[a-z])[,;]\s+(?=there|she|he|they|it|we|the|that)"
 )
-_NOT_BUT = re.compile(  # it is not 12 but 15
+# it is not 12 but 15
+_NOT_BUT = re.compile(
     r"^.*?\b(?:isn't|not)\b(?:[^,;]|,(?=\d)){1,40}?[,;]?\s*but\s+|^.*?不是[^,;，。]{1,20}[,，]?\s*而是"
 )
 _CHOSEN = re.compile(  # the correct choice is C; it is option C; I choose C; option C is correct
-    rf"(?:\b(?:the|our|my) (?:(?:only|correct|right|best|final) )*(?:choice|option|answer|letter),? {phrases('announcing_verbs')}|\b(?:it|that)(?: (?:is|leaves))?(?= (?:option|choice))"
+    rf"(?i)(?:\b(?:the|our|my) (?:(?:only|correct|right|best|final) )*(?:choice|option|answer|letter),? {phrases('announcing_verbs')}|\b(?:it|that)(?: (?:is|leaves))?(?= (?:option|choice))"
     rf"|(?:^|[,;] )(?:{phrases('conclusions')}\b,? )?(?:(?:i|we) (?:would )?)?(?:choose|pick|select))"
     r":? (?:(?:option|choice|answer) )?\(?([A-K])\)?\W*$"
-    rf"|(?:^|[,;] )(?:{phrases('conclusions')}\b,? )?(?:the )?(?:option|choice|answer) \(?([A-K])\)? is (?:correct|right)\W*$",
-    re.IGNORECASE,
+    rf"|(?:^|[,;] )(?:{phrases('conclusions')}\b,? )?(?:the )?(?:option|choice|answer) \(?([A-K])\)? is (?:correct|right)\W*$"
 )
-_CONDITION = re.compile(rf"\W*(?:{'|'.join(words('conditions'))})\b", re.IGNORECASE)  # since x > 0
+_CONDITION = re.compile(rf"(?i)\W*(?:{'|'.join(words('conditions'))})\b")  # since x > 0
 _REJECTION = re.compile(  # of another value: we reject 12
-    rf"(?:^|[,;.]\s+)(?:{phrases('conclusions')}\b,? |and )?(?:i|we) {phrases('rejecting')}\b.*?(?=[,;]\s|\band\b|\W*$)",
-    re.IGNORECASE,
+    rf"(?i)(?:^|[,;.]\s+)(?:{phrases('conclusions')}\b,? |and )?(?:i|we) {phrases('rejecting')}\b.*?(?=[,;]\s|\band\b|\W*$)"
 )
 _APPROXIMATION = re.compile(  # of a fraction: 5/6 ≈ 0.833; 5/6, or about 83%
     r"(?<=\d/)(\d+(?: ?[A-Za-z²³]+){0,3})\W*(?:≈|[,(] ?(?:(?:or|that is|which is|i\.e\.),? )?(?:≈|about|approx\w*\.?|roughly|around|nearly))\s*[$£€]?\d.*$"
 )
-_ASSIGNMENTS = re.compile(  # several values: x = 3, y = 4
-    r"(?:.*\W)?([A-Za-z]) ?= ?-?[\d./]+\W*(?:,|and|,\s*and)\s*(?!\1)[A-Za-z] ?= ?-?[\d./]+\W*"
-)
+# several values: x = 3, y = 4
+_ASSIGNMENTS = re.compile(r"(?:.*\W)?([A-Za-z]) ?= ?-?[\d./]+\W*(?:,|and|,\s*and)\s*(?!\1)[A-Za-z] ?= ?-?[\d./]+\W*")
 _BOXED_FACTORIAL = re.compile(r"(?<=[\d)])\s?!(?!\w)")  # 5!
 _FACTORIAL = re.compile(r"(?<=[\d)])\s?!(?=\s*(?:\$|\\\)|\\\]))")  # in a formula
 # What makes a number in mathematics another one: a name, a factorial, minutes of an angle, another number.

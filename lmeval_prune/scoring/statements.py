@@ -94,9 +94,7 @@ _UNCLOSED = re.compile(r"[^$\n]{1,100}(?=\$)")  # $\boxed{\frac{5}{6}$
 # Between a mark and its value: arrows, emphasis, bullets, line ends; the last may be a minus after `####` or `=`.
 _AROUND = re.compile(r"(?:[-=]+>|[ \t*_:：#=\"']|\n\s*>?|[-–—•][ \t]+(?=\S))*")
 _MINUS = re.compile(r"[#:=] *- +$")
-_FIRST_ITEM = re.compile(
-    rf"1[.)] +(?!{phrases('reasons_after')}\b)(?=[A-Z*][^\n=]*\d)", re.IGNORECASE
-)  # of a list: 1. She has 30
+_FIRST_ITEM = re.compile(rf"(?i)1[.)] +(?!{phrases('reasons_after')}\b)(?=[A-Z*][^\n=]*\d)")  # of a list: 1. She has 30
 _KEY_END = re.compile(r"[\"']\s*:$")  # of JSON, in which a backslash is written twice
 _DISPLAY = re.compile(  # a displayed formula, or one with rows
     r"\s*(?:\$\$([^$]+)\$\$|\\\[((?:[^\\]|\\(?!\]))+)\\\]"
@@ -178,26 +176,21 @@ _SENTENCE = re.compile(  # where one ends
     r"|(?<=[吗呢])\?|[。！？]|\n"
 )
 _PLACEHOLDER = re.compile(  # no answer: dots, `[number]`, `your answer here`, an empty box
-    rf"[\s.…?_*$]*|-{{2,}}|{phrases('placeholder_words')}*{phrases('placeholders')}s?(?: here| goes here)?"
-    r"|x{3,}|n/?a|tbd|todo|\[\D*\]|<\D*>|.*\\?boxed\s*\{\s*\}.*",
-    re.IGNORECASE,
+    rf"(?i)[\s.…?_*$]*|-{{2,}}|{phrases('placeholder_words')}*{phrases('placeholders')}s?(?: here| goes here)?"
+    r"|x{3,}|n/?a|tbd|todo|\[\D*\]|<\D*>|.*\\?boxed\s*\{\s*\}.*"
 )
 _REMARK = re.compile(phrases("remarks"), re.IGNORECASE)  # the answer is correct
 _NEXT_QUESTION = re.compile(  # that the model asks itself after its answer
-    rf"(?:^(?P<styled>[ >]*[*_#]{{1,6}} ?)?|(?<=[.!?。\s]))(?:{phrases('questions')}|{phrases('questions', 'zh')})\s*\d{{0,3}}\s*[:：]"
-    rf"|(?:^|(?<=[.!?。])) *(?i:{phrases('turns_of_others')})",
-    re.MULTILINE,
+    rf"(?m)(?:^(?P<styled>[ >]*[*_#]{{1,6}} ?)?|(?<=[.!?。\s]))(?:{phrases('questions')}|{phrases('questions', 'zh')})\s*\d{{0,3}}\s*[:：]"
+    rf"|(?:^|(?<=[.!?。])) *(?i:{phrases('turns_of_others')})"
 )
-_APPENDIX = re.compile(
-    rf"^[^\w\n]{{0,12}}{phrases('appendices')}\b[^\n=.]{{0,20}}?(?:[:*_：]|$)", re.IGNORECASE | re.MULTILINE
-)  # tips:
+_APPENDIX = re.compile(rf"(?im)^[^\w\n]{{0,12}}{phrases('appendices')}\b[^\n=.]{{0,20}}?(?:[:*_：]|$)")  # tips:
 _CONCLUDES = re.compile(rf"=|{pattern('concluding').pattern}", re.IGNORECASE)
 _LABEL = rf"{phrases('first_labels')}\s*[:：=]"
 _EXPLAINED = re.compile(  # an answer alone in the first line, and no conclusion after it
-    rf"\s*([^\w\s]{{0,9}}\d[^\n]{{0,80}})\n\s*(?!\W*{_LABEL}\W*\d)(?=(?:\S+\s+){{3}})(?![\s\S]*(?:{_CONCLUDES.pattern}))"
+    rf"(?i)\s*([^\w\s]{{0,9}}\d[^\n]{{0,80}})\n\s*(?!\W*{_LABEL}\W*\d)(?=(?:\S+\s+){{3}})(?![\s\S]*(?:{_CONCLUDES.pattern}))"
     rf"|[\s*_]*(?:{_LABEL}[*_\s]*)?(\S[^\n]{{0,80}})(?:\n\W*|\.\s+(?=[^.:\n]{{0,30}}:))"
-    rf"(?:{phrases('explained')}|{phrases('explained', 'zh')})",
-    re.IGNORECASE,
+    rf"(?:{phrases('explained')}|{phrases('explained', 'zh')})"
 )
 _ASSUMED = re.compile(  # before a statement, in its sentence
     rf"\b(?:(?i:{phrases('assumed_before')})|{phrases('others')} {phrases('others_say')})\s*(?:that\s+|the\s+)*$"
@@ -205,27 +198,25 @@ _ASSUMED = re.compile(  # before a statement, in its sentence
     rf"|^\s*Had\b|\b(?i:check|verify) (?:our )?$|{phrases('assumed_before', 'zh')}[^，。；,;\n]*$"
 )
 # Where an assumed statement ends.
-_BUT = re.compile(rf"[,;]\s*(?:{phrases('buts')}|{phrases('buts', 'zh')})", re.IGNORECASE)
+_BUT = re.compile(rf"(?i)[,;]\s*(?:{phrases('buts')}|{phrases('buts', 'zh')})")
 # An end that is cut off; `not 12 but`; a first step of a solution.
 CUT_OFF = re.compile(rf"\b{phrases('cut_off')}\s*$|[+×÷=]\s*$")
 # Answer: x = 3, and 3 + 4 = 7 follows
-_FIRST_STEP = re.compile(rf"\A\s*\n(?!\W*{phrases('verifying')})[^\n]*\d\s*=\s*\S*\d", re.IGNORECASE)
-_NOT_BUT = re.compile(  # not 12 but
-    r"\s*not\b(?:[^.;,]|[.,](?=\d)){1,60}?(?:[,;]?\s*but|[,;]\s*(?:it is|it's|rather))\s+", re.IGNORECASE
-)
+_FIRST_STEP = re.compile(rf"(?i)\A\s*\n(?!\W*{phrases('verifying')})[^\n]*\d\s*=\s*\S*\d")
+# not 12 but
+_NOT_BUT = re.compile(r"(?i)\s*not\b(?:[^.;,]|[.,](?=\d)){1,60}?(?:[,;]?\s*but|[,;]\s*(?:it is|it's|rather))\s+")
 # Notes at the end (`[1] …`, `* …`, `† …`), and an option of a list (`B) …`).
 _NOTE_MARK = r"\n[ \t]*(\[\^?\w{1,2}\]|\*{1,3}|[†‡¹²³])(?!\*):?[ \t]*(?=\w)"
 _NOTES = re.compile(rf"(?:{_NOTE_MARK}[^\n]*|\n[ \t]*(?=\n|\Z))+\Z")  # footnotes
-_OPTION = re.compile(r"(?:^|(?<=\s))\(?([A-J])[).:](?=\s)", re.IGNORECASE)  # B)
+_OPTION = re.compile(r"(?i)(?:^|(?<=\s))\(?([A-J])[).:](?=\s)")  # B)
 _BOLD_END = re.compile(r"(?:\A|[.!?。\n])\s*\*\*([^*\n]{0,30}\d[^*\n]{0,30})\*\*[\s.。]*\Z")  # a bold value alone
 _BOLD_SAID = re.compile(  # the profit is **$50**, which is a 25% return
-    r"\*\*([^*\n]{0,40}\d[^*\n]{0,40})\*\*"
-    rf"(?=, (?:which|or)\b[^*\n\d=]*[\d.,]*\d(?:\s?%| (?:{phrases('percent')}|{phrases('rates')}|per|an?)\b)[^*\n\d=,.!?]*[.!?]?\s*\Z)",
-    re.IGNORECASE,
+    r"(?i)\*\*([^*\n]{0,40}\d[^*\n]{0,40})\*\*"
+    rf"(?=, (?:which|or)\b[^*\n\d=]*[\d.,]*\d(?:\s?%| (?:{phrases('percent')}|{phrases('rates')}|per|an?)\b)[^*\n\d=,.!?]*[.!?]?\s*\Z)"
 )
 # `, right?` after an answer; what denies one.
-CONSENT = re.compile(rf",?\s*{phrases('consents')}\s*[?？][\s\"')*]*$", re.IGNORECASE)
-DENIED = re.compile(rf"\?\s*$|{pattern('denied').pattern}", re.IGNORECASE)  # that is not the answer
+CONSENT = re.compile(rf"(?i),?\s*{phrases('consents')}\s*[?？][\s\"')*]*$")
+DENIED = re.compile(rf"(?i)\?\s*$|{pattern('denied').pattern}")  # that is not the answer
 
 
 def extract(response: str, reader: Reader) -> Extraction:
@@ -395,21 +386,19 @@ _OF_OTHERS = re.compile(
 # It turns: at the beginning of a clause, and if another answer follows.
 _BEGINS = rf"(?:\A|(?<=[.!?。,;:—–(\n-]))[\s*_(\"'-]*(?:{phrases('before_a_turn')}\b[\s,]*)?"
 _TURN = re.compile(
-    rf"{_BEGINS}(?:\b{phrases('turns')}(?!\w)|{phrases('turns', 'zh')})"
-    f"|{phrases('turns_anywhere')}|{phrases('turns_anywhere', 'zh')}",
-    re.IGNORECASE,
+    rf"(?i){_BEGINS}(?:\b{phrases('turns')}(?!\w)|{phrases('turns', 'zh')})"
+    f"|{phrases('turns_anywhere')}|{phrases('turns_anywhere', 'zh')}"
 )
 # Another answer: a number or formula that is said of something, not one that counts something in passing.
 _OPENED = rf"(?:\*\*|[$£€\"'(\[]|\\boxed\s*\{{|\\[(\[]|\\frac|{phrases('giving_adverbs')})*"
 _GIVES = re.compile(
-    rf"(?:=|'s|\b{phrases('giving')}\b|{phrases('giving', 'zh')}|\A[\s,:*—–-]*)"
-    rf"\s*{_OPENED}[-−]?(?:\d|\\[a-zA-Z]|[a-z]\b\s*[=^+]|[¼-¾])",
-    re.IGNORECASE,
+    rf"(?i)(?:=|'s|\b{phrases('giving')}\b|{phrases('giving', 'zh')}|\A[\s,:*—–-]*)"
+    rf"\s*{_OPENED}[-−]?(?:\d|\\[a-zA-Z]|[a-z]\b\s*[=^+]|[¼-¾])"
 )
 _REJECTS = re.compile(  # another: we rejected 40, as it is too big; the post said 40, which is a typo
     rf"\b(?:(?i:{phrases('rejecting')})|{phrases('others')} {phrases('claiming')})\s[^.!?\n]*\d[^.!?\n]*$"
 )
-_WONDERS = re.compile(rf"\b{phrases('wondering')}\b[^.!?;\n]*$", re.IGNORECASE)  # if it should be 40
+_WONDERS = re.compile(rf"(?i)\b{phrases('wondering')}\b[^.!?;\n]*$")  # if it should be 40
 _VALUE = re.compile(r"[\d$\\]")  # another
 _CONFIRMED = pattern("confirmed")  # after all: yes, that is correct
 _NUMBER_IS_WRONG = re.compile(rf"(-?\d[\d.,/]*)(?= (?:is|was) {phrases('wrong')})", _FLAGS)  # 12 is wrong

@@ -22,7 +22,6 @@ from lmeval_prune.scoring import (
     readings,
     verdicts,
 )
-from lmeval_prune.scoring.normalisation import words_by_key
 from tests.answers import load
 
 
@@ -132,7 +131,7 @@ SPACES = [r"\,", r"\;", r"\:", r"\!", r"\ ", "~", r"\quad ", r"\\", "&", " \n", 
 BRACKETS = [
     "(", ")", "[", "]", "{", "}", r"\{", r"\}", r"\(", r"\[", r"\left(", r"\right]", r"\langle ", r"\frac{", r"\sqrt{", r"\text{", "$",
 ]  # fmt: skip
-SIGNS = [rf"\{names[0]}" for names in words_by_key("signs", "latex").values()]
+SIGNS = [rf"\{names[0]}" for names in normalisation._SIGNS.values()]
 REPEATED = [*SPACES, *BRACKETS, *SIGNS, *"+-*/^_=!.,:;%'\"#1x", "1,", "x,", r"\pix"]
 AROUND = [
     r"\boxed{%s5}", r"\boxed{\frac{%s5x}{2}}", "So $%s5$.", "So x = 5%sab.", r"\[5%sx\]", "The answer is %s5 x.", "5%s7 a b c",

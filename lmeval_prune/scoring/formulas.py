@@ -27,9 +27,7 @@ _TOKEN = (  # numbers and commands are never given back: a run of them would be 
 # the longest, of a sentence without dollars: x = 2 + 3i
 _RUN = re.compile(rf"(?<![\w\\]){_TOKEN}(?: ?{_TOKEN})*(?![\w-])")
 ATOM = "[\ua000-\ua48c]"  # letters of Yi, which stand for formulas
-_LIST = re.compile(
-    rf"{ATOM}(?:\s*(?:,|;|and|or|, and|, or|、|和|或)\s*{ATOM})*"
-)  # formulas with joints: x = 1 or x = 2
+_LIST = re.compile(rf"{ATOM}(?:\s*(?:,|;|and|or|, and|, or|、|和|或)\s*{ATOM})*")  # x = 1 or x = 2
 # for x = 3; but the sum of both is 3
 _CONDITION = re.compile(rf"(?i)\b{phrases('conditions_before')}\b(?:(?!\b(?:is|are|equals)\b)[A-Za-z\s]){{0,20}}$")
 _SUPPOSED = re.compile(  # suppose x = 3; next, we add 5
@@ -86,7 +84,6 @@ def _result(formula: str) -> str:
 
 
 def is_bare_name(text: str) -> bool:
-    """Return whether a formula is a mere name: x, AB, \\alpha."""
     return _NAME.fullmatch(text) is not None
 
 
@@ -96,12 +93,7 @@ def is_formula(text: str) -> bool:
 
 
 class Atoms:
-    """A text in which a letter of Yi stands for each formula.
-
-    Attributes:
-        text: the text with these letters.
-        formulas: the formulas, in their order.
-    """
+    """A text in which a letter of Yi stands for each of its formulas."""
 
     def __init__(self, text: str) -> None:
         self.formulas: list[str] = []
@@ -124,7 +116,6 @@ class Atoms:
         return run.replace(formula, f" {self._atom(formula)} ", 1) if is_formula else run
 
     def formula(self, letter: str) -> str:
-        """Return the formula of a letter."""
         return self.formulas[ord(letter) - 0xA000]
 
     def joined(self, letters: str) -> str:
@@ -134,19 +125,12 @@ class Atoms:
 
 @dataclass(frozen=True)
 class FormulaReader:
-    """Reads a formula, or several that are joined; of a sentence without one, its words.
+    """Reads a formula, or several that are joined; of a sentence without one, its words."""
 
-    Attributes:
-        words: the answer is words, so formulas count only where the statement begins with one.
-        runs: at the end of a text, mathematical signs in prose are formulas, too.
-        names: the answer is a name, such as `x`; else a mere name is no answer that a text ends with.
-        gold: the gold answer, whose words (`xy`) are no prose in a line that is nothing but a formula.
-    """
-
-    words: bool = False
-    runs: bool = True
-    names: bool = False
-    gold: str = ""
+    words: bool = False  # the answer is words, so formulas count only where the statement begins with one
+    runs: bool = True  # at the end of a text, mathematical signs in prose are formulas, too
+    names: bool = False  # the answer is a name, such as `x`; else a mere name is no answer that a text ends with
+    gold: str = ""  # whose words (`xy`) are no prose in a line that is nothing but a formula
 
     def read(self, content: str, how: str) -> str | None:
         """Return the formula; None of a remark that holds none."""
@@ -166,7 +150,6 @@ class FormulaReader:
         return words if self.words or len(PROSE.findall(words)) <= MAX_WORDS else None
 
     def is_bare(self, content: str) -> bool:
-        """Return whether it is a formula, or a few words."""
         if len(content) > MAX_END:
             return False
         if _FORMULA.search(content):
@@ -195,7 +178,12 @@ class FormulaReader:
             sentence = atoms.with_runs(sentence)
         sentence = _AFTERTHOUGHT.sub("", _APPROXIMATED.sub(r"\1", sentence))
         sentence = sentence if _PREMISE.match(sentence) else _CHECKED.sub("", sentence)
-        lists = [m for m in _LIST.finditer(sentence) if self._is_value(atoms, m)]
+        lists = []
+        for formulas in _LIST.finditer(sentence):
+            before, after = sentence[: formulas.start()], sentence[formulas.end() :]
+            is_answer = self.names and (_NAMED.search(before) or not PROSE.search(before + after))
+            is_name = is_bare_name(atoms.formula(formulas.group()[-1])) and not is_answer
+            lists += [] if is_name or _REJECTED.match(after) else [formulas]
         meant = [m for m in lists if not _CONDITION.search(sentence, 0, m.start())]
         if not lists:
             return None
@@ -206,14 +194,7 @@ class FormulaReader:
             return None
         return None if is_other or _NEGATES.search(sentence[: stated.start()]) or re.search(r"\d", after) else formula
 
-    def _is_value(self, atoms: Atoms, formulas: re.Match[str]) -> bool:
-        """Return whether formulas end with no mere name, unless it is stated as the answer, and are not rejected."""
-        is_name = is_bare_name(atoms.formula(formulas.group()[-1]))
-        before, after = formulas.string[: formulas.start()], formulas.string[formulas.end() :]
-        is_answer = self.names and (_NAMED.search(before) or not PROSE.search(before + after))
-        return not ((is_name and not is_answer) or _REJECTED.match(formulas.string, formulas.end()))
-
 
 def _is_doubted(sentence: str) -> bool:
     cut_off = CUT_OFF.search(sentence) and len(PROSE.findall(sentence)) > 2
-    return bool(cut_off or any(doubt.search(sentence) for doubt in (GIVES_UP, DENIED)) or _SUPPOSED.search(sentence))
+    return bool(cut_off or any(doubt.search(sentence) for doubt in (GIVES_UP, DENIED, _SUPPOSED)))

@@ -57,20 +57,13 @@ _SEPARATORS = re.compile(rf"[,'’ _{_SPACES}]")  # of thousands
 
 @dataclass(frozen=True)
 class Number:
-    """A number that a text gives.
+    """A number that a text gives."""
 
-    Attributes:
-        values: what it can mean.
-        decimals: after the point; None for a fraction.
-        is_quotient: it is written as a division.
-    """
-
-    values: tuple[Fraction, ...]
-    decimals: int | None
-    is_quotient: bool = False
+    values: tuple[Fraction, ...]  # what it can mean
+    decimals: int | None  # after the point; None for a fraction
+    is_quotient: bool = False  # written as a division
 
     def negated(self) -> Number:
-        """Return its negative."""
         return replace(self, values=tuple(-value for value in self.values))
 
 
@@ -97,8 +90,11 @@ def number_at(text: str, start: int) -> tuple[Number, int] | None:
     value = (value, -value)[(lead.group().count("-") + bool(lead["word"])) % 2]
     if percent := percent or _PERCENT.match(text, end):
         return Number((value, value / 100), decimals), max(end, percent.end())
-    if scale := _scale(text, end, bool(_MONEY.search(lead["signs"]))):
-        return Number((value * scale[0],), None), scale[1]
+    if scale := _SCALE.match(text, end):
+        return Number((value * _SCALES[(scale[1] or scale[2]).lower()],), None), scale.end()
+    short = _SHORT_SCALES.get(text[end : end + 1])
+    if short and _MONEY.search(lead["signs"]) and not text[end + 1 : end + 2].isalnum():
+        return Number((value * short,), None), end + 1
     return Number((value,), decimals, match["top"] is not None), end
 
 
@@ -119,13 +115,9 @@ def find_numbers(text: str) -> list[tuple[int, int, Number]]:
 
 
 def _signed(text: str, end: int, start: int, sign: str) -> tuple[Number, int] | None:
-    """Return the number with a sign at a place, if it is one: nothing that could be subtracted from stands before it.
+    """Return the number with a sign at `start`, if it is one: nothing that could be subtracted from stands before it.
 
-    Args:
-        text: that is read.
-        end: of the number before it.
-        start: of the sign.
-        sign: a dash, plus, or 'minus'.
+    `end` is that of the number before it, `sign` a dash, plus, or 'minus'.
     """
     before = text[max(end, start - 20) : start]
     before = f"#{before}" if end and end >= start - 20 else before
@@ -133,10 +125,8 @@ def _signed(text: str, end: int, start: int, sign: str) -> tuple[Number, int] | 
     begun = bool(_BEGUN.search(before))
     if sign in ("+", "minus"):
         return number_at(text, start) if begun else None
-    equated = sign != "—" and _EQUATED.search(before)
-    if after in ("-", "+", "–") or not (
-        equated or (not after.isspace() and (begun or (sign == "-" and _SIGN_AFTER.search(before))))
-    ):
+    is_tight = not after.isspace() and (begun or (sign == "-" and _SIGN_AFTER.search(before)))
+    if after in ("-", "+", "–") or not (is_tight or (sign != "—" and _EQUATED.search(before))):
         return None
     reading = number_at(text, start + 1 + after.isspace())
     return reading and (reading[0].negated(), reading[1])
@@ -162,18 +152,6 @@ def _magnitude(match: re.Match[str]) -> tuple[Fraction, int | None, int]:
     return value, None if "(" in match["whole"] else decimals, match.end("whole")
 
 
-def _scale(text: str, position: int, is_money: bool) -> tuple[int, int] | None:
-    """Return the factor of a scale, and its end: million, 万, and k in $45k."""
-    if scale := _SCALE.match(text, position):
-        return _SCALES[(scale[1] or scale[2]).lower()], scale.end()
-    factor = (
-        _SHORT_SCALES.get(text[position : position + 1])
-        if is_money and not text[position + 1 : position + 2].isalnum()
-        else None
-    )
-    return (factor, position + 1) if factor else None
-
-
 def _digits(text: str) -> tuple[Fraction, int]:
     """Return the value of digits, and how many are decimals."""
     text, _, exponent = text.lower().partition("e")
@@ -196,10 +174,7 @@ def _repeated(cycle: str, decimals: int) -> Fraction:
 def same_number(answer: Number, gold: Number, exact: bool = False) -> bool:
     """Return whether a reading of an answer equals a reading of the gold one, as stated above.
 
-    Args:
-        answer: that is judged.
-        gold: that is right.
-        exact: roundings are other numbers, unless they have six significant digits and the gold one has no end.
+    If `exact`, roundings are other numbers, unless they have six significant digits and the gold one has no end.
     """
     pairs = [(a, g) for a in answer.values for g in gold.values]
     if exact:

@@ -11,7 +11,7 @@ from lmeval_prune.scoring.forms import Form, form_of
 from lmeval_prune.scoring.formulas import ATOM, Atoms, FormulaReader, is_bare_name, is_formula
 from lmeval_prune.scoring.normalisation import line, phrases, plain, words
 from lmeval_prune.scoring.prose import is_bare_number, number_of, numbers_in, read_number
-from lmeval_prune.scoring.statements import CONSENT, CUT_OFF, DENIED, MAX_END, MAX_PHRASE, Reader, mistakes_of_others
+from lmeval_prune.scoring.statements import CONSENT, CUT_OFF, DENIED, MAX_END, MAX_PHRASE, OF_OTHERS, Reader
 from lmeval_prune.scoring.text import GIVES_UP, TextReader, concluding_sentences, main_clause
 
 _DIGIT = re.compile(r"[\d¼-¾⅐-⅞]")
@@ -20,12 +20,12 @@ _DIGIT = re.compile(r"[\d¼-¾⅐-⅞]")
 
 _NOTHING = re.compile(rf"(?i)\W*{phrases('nothing')}\b")  # no solution
 _BULLET = re.compile(r"^\s*(?:[-*•–—>]|\d{1,2}[.)])\s+")  # 1) 12
-_INVERTED = re.compile(phrases("inverted"), re.IGNORECASE)  # so 12 it is
+_INVERTED = re.compile(rf"(?i){phrases('inverted')}")  # so 12 it is
 _FOOTNOTE = re.compile(r"(?<=[\w.%)}*`$]) ?\[\d{1,2}\](?=[\s.,;:!?]|$)|(?<![⁻⁰¹²³⁴-⁹])¹(?![⁰¹²³⁴-⁹])")  # 12 [1]
 _DOZENS = re.compile(rf"({phrases('computed')}[\d.,]*) dozens?\b")  # 36/12 = 3 dozen
 # is 12
 _STATES = re.compile(rf"(?i)=|\b{phrases('stating')}\s+[$£€]?-?\d")
-_PLANS = re.compile(phrases("planned"), re.IGNORECASE)  # next, we add 12
+_PLANS = re.compile(rf"(?i){phrases('planned')}")  # next, we add 12
 _IN_ALL = re.compile(r"(?i),?\s+for (?=[$£€]?[\d.,]+ in total\b)")  # for 12 in total
 _CLAUSE = re.compile(  # so that it is 12
     r"(?i),?\s+(?:so|thus|hence|therefore|that|because|since)\s|(?<=[a-z])[,;]\s+(?=there|she|he|they|it|we|the|that)"
@@ -58,40 +58,25 @@ _ALGEBRA = (
 )
 
 
-def _states_nothing(sentence: str) -> bool:
-    """Return whether a sentence calls its own value wrong, plans, or denies in the clause with its last number."""
-    plans = _PLANS.search(sentence) and not _STATES.search(sentence)
-    clauses = [clause for clause in _CLAUSE.split(sentence) if _DIGIT.search(clause)]
-    main = clauses[-1] + ("?" if sentence.rstrip().endswith("?") else "") if clauses else sentence
-    return mistakes_of_others(sentence) or bool(plans or DENIED.search(main))
-
-
 @dataclass(frozen=True)
 class NumberReader:
-    """Reads one number.
+    """Reads one number."""
 
-    Attributes:
-        algebra: a letter at the digits is a variable and `!` a factorial; else it is a unit, and excitement.
-        exact: beside a fraction, a value that is about the same is no answer.
-    """
-
-    algebra: bool = False
-    exact: bool = False
+    algebra: bool = False  # a letter at the digits is a variable and `!` a factorial; else it is a unit, and excitement
+    exact: bool = False  # beside a fraction, a value that is about the same is no answer
 
     def read(self, content: str, how: str) -> str | None:
         """Return the number; of what is no number alone, the whole text; None where nothing is said of a number."""
         text = _FACTORIAL.sub(r" \\factorial ", content[:MAX_PHRASE])
-        text = (
-            line(_BOXED_FACTORIAL.sub(r" \\factorial ", text))
-            if how == "boxed"
-            else plain(_FOOTNOTE.sub("", text)).strip()
-        )
+        if how == "boxed":
+            text = line(_BOXED_FACTORIAL.sub(r" \\factorial ", text))
+        else:
+            text = plain(_FOOTNOTE.sub("", text)).strip()
         says_nothing = bool(GIVES_UP.search(text) or _NOTHING.match(text))
         number = None if says_nothing else self._number(text)
         return number or (text if how == "boxed" or says_nothing or re.search(r"\d", text) else None) or None
 
     def is_bare(self, content: str) -> bool:
-        """Return whether it is a number with its unit."""
         if len(content) > MAX_END:
             return False
         text = plain(content).strip(" .!。")
@@ -106,9 +91,13 @@ class NumberReader:
             words = _FOOTNOTE.sub("", CONSENT.sub("", sentence))
             words = _FACTORIAL.sub(r" \\factorial ", words)
             words = _DOZENS.sub(r"\1", _NOT_BUT.sub("", plain(words)))
-            if mistakes_of_others(words) and not _DIGIT.search(words):
+            others = OF_OTHERS.search(words)
+            if others and not _DIGIT.search(words):
                 continue
-            if _states_nothing(words):
+            plans = _PLANS.search(words) and not _STATES.search(words)
+            clauses = [clause for clause in _CLAUSE.split(words) if _DIGIT.search(clause)]
+            main = clauses[-1] + ("?" if words.rstrip().endswith("?") else "") if clauses else words
+            if others or plans or DENIED.search(main):
                 return None
             if rejection := _REJECTION.search(words):
                 rejected += numbers_in(rejection.group())
@@ -135,17 +124,12 @@ class NumberReader:
 
 @dataclass(frozen=True)
 class MathematicsReader:
-    """Reads a MATH answer: prose, where the gold one is a number, as the number reader does.
-
-    Attributes:
-        gold: the gold answer.
-    """
+    """Reads a MATH answer: prose, where the gold one is a number, as the number reader does."""
 
     gold: str
 
     @cached_property
-    def _words(self) -> str:
-        """Return the gold answer in words; nothing, if it is a formula."""
+    def _words(self) -> str:  # of the gold answer; nothing, if it is a formula
         form = form_of(self.gold)
         return str(form.parts[0]) if isinstance(form, Form) and form.kind == "words" else ""
 
@@ -155,9 +139,8 @@ class MathematicsReader:
             exact = re.search(r"/|frac", self.gold) is not None
             return [NumberReader(algebra=True, exact=exact), FormulaReader(runs=False)]
         names = is_bare_name(self.gold)
-        if self._words:
-            return [FormulaReader(words=True, names=names, gold=self.gold), TextReader(self._words)]
-        return [FormulaReader(names=names, gold=self.gold)]
+        formulas = FormulaReader(words=bool(self._words), names=names, gold=self.gold)
+        return [formulas, TextReader(self._words)] if self._words else [formulas]
 
     def read(self, content: str, how: str) -> str | None:
         """Return the number or, of what is no number alone, the formula."""
@@ -170,7 +153,6 @@ class MathematicsReader:
         return reader.read(content, how)
 
     def is_bare(self, content: str) -> bool:
-        """Return whether it is nothing but an answer."""
         return any(reader.is_bare(content) for reader in self._readers)
 
     def read_end(self, text: str) -> str | None:

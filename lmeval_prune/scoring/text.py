@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from fractions import Fraction
 
 from lmeval_prune.scoring.normalisation import line, pattern, phrases
@@ -40,7 +39,7 @@ _YES_OR_NO = re.compile(  # at the beginning, or after a label or comma
     r"(?=\s*(?:[^\w\s?]|$)|\s(?:she|he|it|they|we|you|i|the|there)\b)"
 )
 _TURNED = re.compile(rf"(?i)\W+{phrases('stopping')}(?!\w)")
-# 5:45 pm; or a ratio: 3 to 4; or a ratio
+# 5:45 pm; or a ratio: 3 to 4
 _TIME = re.compile(r"(?i)\d+(?:\s*:\s*\d+)+(?:\s?[ap]\.?\s?m\b\.?)?|\d+(?: to \d+)+(?!\d| (?:hours?|minutes?|days?)\b)")
 _DATE = re.compile(  # a month and day, or a day of the week
     rf"(?i){phrases('months')}(?: \d{{1,2}}(?:st|nd|rd|th)?)?\b|{phrases('weekdays')}\b"
@@ -76,17 +75,16 @@ _ARTICLES = frozenset(["the", "a", "an"])
 
 
 def concluding_sentences(text: str) -> Iterator[str]:
-    """Yield the sentences at the end of a text, the last first; checks and offers after all others."""
+    """Yield the sentences at the end of a text, the last first; checks, offers and mere remarks after all others."""
+
+    def is_beside(sentence: str) -> bool:
+        remark = _BRACKETED.fullmatch(sentence) and not _CONCLUDES.search(sentence)
+        offers = _OFFERS.search(sentence) and (sentence.endswith("?") or not COMPUTED.search(sentence))
+        return bool(remark or offers or _CHECKS.search(sentence))
+
     parts = sentences(text)[::-1]
-    yield from itertools.filterfalse(_is_beside, parts)
-    yield from filter(_is_beside, parts)
-
-
-def _is_beside(sentence: str) -> bool:
-    """Return whether a sentence is a check, an offer, or a remark in brackets that concludes nothing."""
-    remark = _BRACKETED.fullmatch(sentence) and not _CONCLUDES.search(sentence)
-    offers = _OFFERS.search(sentence) and (sentence.endswith("?") or not COMPUTED.search(sentence))
-    return bool(remark or offers or _CHECKS.search(sentence))
+    yield from itertools.filterfalse(is_beside, parts)
+    yield from filter(is_beside, parts)
 
 
 def main_clause(sentence: str) -> str:
@@ -103,11 +101,8 @@ def stated_words(sentence: str, length: int) -> str:
     cleft = _CLEFT.match(_concluded(sentence))
     if cleft and cleft[1]:
         return str(cleft[1]) if _RANKED.search(cleft[2]) else ""
-    return str(cleft[3]) if cleft else _words_of_clause(sentence, length)
-
-
-def _words_of_clause(sentence: str, length: int) -> str:
-    """Return what the main clause says of its subject, or its subject, if it is ranked."""
+    if cleft:
+        return str(cleft[3])
     clause = main_clause(sentence)
     copula = _COPULA.match(clause)
     if not copula and not _RANKED.search(clause):
@@ -134,15 +129,18 @@ def _without_article(words: list[str]) -> list[str]:
     return words[1:] if len(words) > 1 and words[0].lower() in _ARTICLES else words
 
 
-@dataclass(frozen=True)
 class TextReader:
     """Reads yes or no, a time, ratio or date, several numbers (`3; 4`), or words; unmarked, from the last sentence.
 
-    Attributes:
+    Args:
         gold: the gold answer, which says which of them.
     """
 
-    gold: str
+    def __init__(self, gold: str) -> None:
+        self.gold = gold
+        self._is_yes_or_no = gold.strip().lower() in ("yes", "no")
+        self._pattern = next((kind for kind in (_TIME, _DATE, _CHOICE) if kind.fullmatch(gold.strip())), None)
+        self._is_words = not (self._is_yes_or_no or self._pattern or ";" in gold)
 
     def read(self, content: str, how: str) -> str | None:
         """Return that part of the statement; the whole of it, if it has none."""
@@ -152,7 +150,6 @@ class TextReader:
         return self._part(text) or text or None
 
     def is_bare(self, content: str) -> bool:
-        """Return whether it is a few words."""
         return bool(self._part(content)) or (self._is_words and len(PROSE.findall(content)) <= MAX_WORDS)
 
     def read_end(self, text: str) -> str | None:
@@ -180,18 +177,6 @@ class TextReader:
         values = [label[1] if label else "" for label in labelled] if any(labelled) else list(map(_bulleted, rows))
         stated = list(filter(None, values))
         return "; ".join(stated) if len(stated) == count and values[-count:] == stated else ""
-
-    @property
-    def _is_yes_or_no(self) -> bool:
-        return self.gold.strip().lower() in ("yes", "no")
-
-    @property
-    def _is_words(self) -> bool:
-        return not (self._is_yes_or_no or self._pattern or ";" in self.gold)
-
-    @property
-    def _pattern(self) -> re.Pattern[str] | None:
-        return next((kind for kind in (_TIME, _DATE, _CHOICE) if kind.fullmatch(self.gold.strip())), None)
 
     def _part(self, text: str) -> str | None:
         if self._is_yes_or_no:

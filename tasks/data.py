@@ -34,19 +34,12 @@ ASDIV_URL = (
 
 @dataclass(frozen=True)
 class DataSet:
-    """The sources of a data set's splits, and the conversion of rows to documents.
+    """The sources of a data set's splits, and the conversion of rows to documents."""
 
-    Attributes:
-        files: file of each stored split, in this package or a local folder.
-        document: converts a row to a document; None drops the row.
-        hub: loads a stored split from its public source.
-        parts: further splits, selected from the documents of the split `"all"`.
-    """
-
-    files: dict[str, str]
-    document: Callable[[Row], Row | None] = dict
-    hub: Callable[[str], Iterator[Row]] | None = None
-    parts: dict[str, Callable[[list[Row]], list[Row]]] = field(default_factory=dict)
+    files: dict[str, str]  # of each stored split, in this package or a local folder
+    document: Callable[[Row], Row | None] = dict  # of a row; None drops it
+    hub: Callable[[str], Iterator[Row]] | None = None  # loads a stored split from its public source
+    parts: dict[str, Callable[[list[Row]], list[Row]]] = field(default_factory=dict)  # further splits, of split "all"
 
     @property
     def splits(self) -> list[str]:

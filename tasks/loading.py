@@ -30,7 +30,6 @@ def including(folder: str | None) -> Iterator[None]:
 
 
 def included_folder() -> str | None:
-    """Return the user's folder of tasks, see `including`."""
     return _included.get()
 
 

@@ -46,7 +46,6 @@ def _sample_others(document: Mapping[str, Any], draw: Any, n: int, eval_doc: Any
 
 
 def exemplar_seed(document: Mapping[str, Any]) -> int:
-    """Return the seed by which the exemplars of a document's prompt are drawn."""
     return int(digest(json.dumps(document, sort_keys=True, default=lambda value: without_addresses(str(value)))), 16)
 
 

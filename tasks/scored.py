@@ -30,14 +30,9 @@ class ScoredTask(ConfigurableTask):
     """Reports the metrics of its `process_results` function, and the main metric for each part of the documents.
 
     Parts are the levels, complexities, grades and subjects of the documents: `level_1`, `complexity_low`, `algebra`.
-
-    Attributes:
-        main: the metric that is reported for parts.
-        means: metrics that are means over the documents.
-        parts: field and value of each part, by the name of its metric.
     """
 
-    main = "exact_match"
+    main = "exact_match"  # the metric that is reported for parts
     prefix = ""  # of the names of parts
 
     @print_input_errors
@@ -47,7 +42,7 @@ class ScoredTask(ConfigurableTask):
         super().__init__(config=config)
         self.score: Callable[[dict[str, Any], Sequence[str]], Scores] = config["process_results"]
         self.shares = ["strict_match", "unmarked", *(["timeouts"] if self.score is mathematics else [])]
-        self.means = [self.main, *self.shares]
+        self.means = [self.main, *self.shares]  # over the documents
         self.parts = self._parts_of(self.eval_docs)
 
     def build_all_requests(self, **options: Any) -> None:
@@ -58,6 +53,7 @@ class ScoredTask(ConfigurableTask):
         self.parts = self._parts_of(docs.select(options.get("samples") or range(count)))
 
     def _parts_of(self, docs: Any) -> dict[str, tuple[str, Any]]:
+        """Return field and value of each part, by the name of its metric."""
         parts: dict[str, tuple[str, Any]] = {}
         for field in (field for field in PARTS if field in docs.column_names):
             for value in sorted({value for value in docs[field] if value}):
@@ -116,12 +112,10 @@ def _known(values: Iterable[float | None]) -> list[float]:
 
 
 def answered(values: Iterable[str | list[str]]) -> float:
-    """Return the share of responses with an answer."""
     return mean([bool(text) for text in _flat(values)])
 
 
 def marked(values: Iterable[str | list[str]]) -> float:
-    """Return the share of responses with a marked answer (boxed, `####`, 'the answer is')."""
     return mean([mark in MARKED for mark in _flat(values)])
 
 

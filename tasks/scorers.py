@@ -22,6 +22,7 @@ import functools
 import itertools
 import logging
 import re
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -43,7 +44,6 @@ from lmeval_prune.scoring import (
     Reader,
     expression_is_right,
     extract,
-    forget_failures,
     numbers_equal,
     readings,
     require_math_verify,
@@ -64,17 +64,11 @@ Answers = str | Sequence[str]  # one answer, or those of several repeats
 
 @dataclass(frozen=True)
 class Kind:
-    """How answers of a kind are read and compared.
+    """How answers of a kind are read and compared."""
 
-    Attributes:
-        reader: returns the reader for a gold answer.
-        same: whether two answers are the same.
-        reads_gold: whether the reader depends on the gold answer.
-    """
-
-    reader: Callable[[str], Reader]
+    reader: Callable[[str], Reader]  # for a gold answer
     same: Callable[[str, str], bool]
-    reads_gold: bool = True
+    reads_gold: bool = True  # the reader depends on the gold answer
 
 
 KINDS = {
@@ -216,26 +210,14 @@ def _read(resps: Iterable[Answers], readers: Iterable[Reader]) -> list[Answers]:
 
 def _compare_at_once(read: Sequence[Answers], golds: Sequence[str]) -> None:
     """Compare the answers to each question with the gold one and each other; the metrics then find the verdicts."""
-    forget_failures()
     pairs: list[tuple[str, str]] = []
     for answers, gold in zip(read, golds, strict=True):
         distinct = dict.fromkeys(filter(None, [answers] if isinstance(answers, str) else answers))
         pairs += [(answer, other) for other, answer in itertools.combinations([gold, *distinct], 2)]
-    verdicts(pairs)
+    verdicts(pairs, retry=True)
 
 
 # --------------------------------------------------------------------------- metrics
-
-
-class MetricScores(dict[str, float]):
-    """Scores by name; `main` also where lm-eval looks up the metric's own name, for several gold answers."""
-
-    def __init__(self, main: float, scores: dict[str, float]) -> None:
-        super().__init__(scores)
-        self.main = main
-
-    def __missing__(self, name: str) -> float:
-        return self.main
 
 
 def as_metric(function: Callable[..., dict[str, float]]) -> Callable[..., dict[str, float]]:
@@ -251,7 +233,6 @@ def as_metric(function: Callable[..., dict[str, float]]) -> Callable[..., dict[s
 
 
 def _right(golds: Sequence[Any], answers: Sequence[str], kind: str) -> list[bool]:
-    """Return which answers are the same as a gold answer."""
     answer_kind = _kind(kind)
     texts = [gold_answer(gold, answer_kind) for gold in golds]
     return [any(bool(answer) and answer_kind.same(answer, text) for text in texts) for answer in answers]
@@ -259,24 +240,25 @@ def _right(golds: Sequence[Any], answers: Sequence[str], kind: str) -> list[bool
 
 @as_metric
 def equal(golds: Sequence[Any], answers: Sequence[str], kind: str = "number") -> dict[str, float]:
-    """Return whether an answer is the gold one; of several answers, the share that is."""
     return {"prune_equal": float(mean(_right(golds, answers, kind)))}
 
 
 @as_metric
-def pass_at_ks(golds: Sequence[Any], answers: Sequence[str], kind: str = "number") -> MetricScores:
+def pass_at_ks(golds: Sequence[Any], answers: Sequence[str], kind: str = "number") -> dict[str, float]:
     """Return `pass@k` and `pass@k_unbiased` of N answers, for k = 1, 2, 4, …, N."""
     right = _right(golds, answers, kind)
-    return MetricScores(float(any(right)), pass_scores(right))
+    return defaultdict(
+        lambda: float(any(right)), pass_scores(right)
+    )  # for several gold answers by the metric's own name
 
 
 @as_metric
-def majority_at_n(golds: Sequence[Any], answers: Sequence[str], kind: str = "number") -> MetricScores:
+def majority_at_n(golds: Sequence[Any], answers: Sequence[str], kind: str = "number") -> dict[str, float]:
     """Return `maj@N` of N answers: whether the most frequent is right; and how many differ, as `distinct`."""
     right = _right(golds, answers, kind)
     winner, distinct = majority(answers, _kind(kind).same)
     score = float(winner is not None and right[winner])
-    return MetricScores(score, {f"maj@{len(answers)}": score, "distinct": float(distinct)})
+    return defaultdict(lambda: score, {f"maj@{len(answers)}": score, "distinct": float(distinct)})
 
 
 # --------------------------------------------------------------------------- aggregations

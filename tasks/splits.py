@@ -16,7 +16,6 @@ def split_parts(split: str) -> list[str]:
 
 
 def split_names(split: str) -> list[str]:
-    """Return the names of the splits in an expression, in order."""
     return [re.split(r"[\[(]", part, maxsplit=1)[0].strip() for part in split_parts(split)]
 
 

@@ -194,17 +194,17 @@ def cut_quarter(
 ) -> dict[str, Any]:
     """Cut a quarter of the parameters of heads and channels, and measure the smaller checkpoint."""
     plan = [*stages(make_pruner("flap", {}), engine.model_map, PruneOptions(ratio=CUT, parts="both"), text)][-1]
-    cut = cut_to(folder, engine.model, plan, tokenizer)
+    sizes = cut_to(folder, engine.model, plan, tokenizer).manifest["stages"][-1]["parameters"]
     smaller = load_pretrained(folder, dtype=torch.float32)
-    ids = torch.full((BATCH, 32), encode(tokenizer, "the")[0])
-    for model in (engine.model, smaller):
-        generate_rate(model, ids, 2)  # what is slow only once
-    sizes = cut.manifest["stages"][-1]["parameters"]
+    models, ids = (engine.model, smaller), torch.full((BATCH, 32), encode(tokenizer, "the")[0])
+    _, rates = [
+        [generate_rate(model, ids, new) for model in models] for new in (2, NEW_TOKENS)
+    ]  # first what is slow once
     return {
         "removed": CUT,
         "batch": BATCH,
         "parameters": [sizes["before"][0], sizes["after"][0]],
-        "tokens_per_second": [generate_rate(model, ids, NEW_TOKENS) for model in (engine.model, smaller)],
+        "tokens_per_second": rates,
         "accuracy": accuracies(Engine(smaller, tokenizer), tokenizer, {"cut": None}, problems)["cut"],
     }
 
@@ -276,12 +276,6 @@ def write_page(results: Mapping[str, Any], path: Path) -> None:
         images[title] = image(stem)
     scores = {key.partition(".")[2]: values for key, values in results["scores"].items()}
     draw_scores(scores, f"norm + entropy, {results['model']}", path.with_name("heads"))
-    page = render(
-        _HERE / "page.html.jinja",
-        results=results,
-        figures=images,
-        heads=image("heads"),
-        least=results["masks"][ranked_name(results["shares"][0])],
-        summary=Markup(MarkdownIt("commonmark", {"html": False}).enable("table").render(summary(results))),
-    )
-    write_text(path, page)
+    text = Markup(MarkdownIt("commonmark", {"html": False}).enable("table").render(summary(results)))
+    shown = {"figures": images, "heads": image("heads"), "least": results["masks"][ranked_name(results["shares"][0])]}
+    write_text(path, render(_HERE / "page.html.jinja", results=results, summary=text, **shown))

@@ -113,12 +113,7 @@ def _time(
 def decoding_rates(model: Any, ids: torch.Tensor, new: int, clock: str = "wall", **forward: Any) -> dict[str, float]:
     """Return the tokens per second of a causal model in reading prompts (`prefill`) and in decoding (`decode`).
 
-    Args:
-        model: a stock model, with any interventions applied.
-        ids: prompts, shape (batch, tokens).
-        new: tokens to decode.
-        clock: as in `Workload`.
-        forward: further arguments of the forward pass over the prompts.
+    `ids` has the shape (batch, tokens); `forward` are further arguments of the forward pass over the prompts.
     """
     with torch.no_grad():
         out, prefill = _run_timed(lambda: model(ids, use_cache=True, **forward), ids.device, clock)
@@ -148,12 +143,8 @@ def environment(device: Any, threads: int) -> dict[str, Any]:
         name = torch.cuda.get_device_name(device)
     elif facts.is_file() and (found := re.search(r"model name\s*: (.*)", facts.read_text(errors="replace"))):
         name = found[1]
-    return {
-        "device": f"{device.type}: {name}",
-        "threads": threads,
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-    }
+    versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+    return {"device": f"{device.type}: {name}", "threads": threads, **versions}
 
 
 def _run_timed(function: Callable[[], Any], device: torch.device, clock: str) -> tuple[Any, float]:

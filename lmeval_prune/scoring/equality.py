@@ -257,8 +257,13 @@ _NO_EXPRESSION = re.compile(  # what math-verify cannot read
 )
 
 
-def verdicts(pairs: Iterable[tuple[str, str]]) -> list[Verdict]:
-    """Compare (answer, gold) pairs; what needs math-verify over all workers at once and only once."""
+def verdicts(pairs: Iterable[tuple[str, str]], retry: bool = False) -> list[Verdict]:
+    """Compare (answer, gold) pairs; what needs math-verify over all workers at once and only once.
+
+    With `retry`, what timed out or crashed before is compared again.
+    """
+    for pair in [pair for pair, verdict in _KNOWN.items() if retry and verdict in ("timeout", "crash")]:
+        del _KNOWN[pair]
     pairs = list(pairs)
     forms = {text: form_of(text) for pair in pairs for text in pair}
     while True:
@@ -325,9 +330,3 @@ def _variables(expression: str) -> set[str]:
 def same_mathematics(answer: str, other: str) -> bool:
     """Return whether two answers are the same, `other` as the gold one."""
     return verdicts([(answer, other)])[0] == "equal"
-
-
-def forget_failures() -> None:
-    """Let `verdicts` try again what timed out or crashed."""
-    for pair in [pair for pair, verdict in _KNOWN.items() if verdict in ("timeout", "crash")]:
-        del _KNOWN[pair]

@@ -73,16 +73,6 @@ _UNITS = re.compile(r"(?<=[\d})\]π])(?:\s+(?!(?:and|or|pi|sqrt)\b)[A-Za-z]{2,}[
 _MATHEMATICAL = re.compile(r"[\d\\^_+=<>()\[\]√π∞]|^\W*\w\W*$|\b[A-Za-z] ?- ?[A-Za-z]\b")
 
 
-def _result(formula: str) -> str:
-    r"""Return what a formula ends with: of `a &= b \\ &= c` the c; else all of it."""
-    if _ROWS.search(formula):
-        masked = _INNER.sub(lambda inner: inner.group().replace("\\\\", "\0").replace("&", "\1"), formula)
-        rows = [row for row in _ROWS.sub(" ", masked).split("\\\\") if row.strip()]
-        formula = (rows[-1] if rows else "").replace("\0", "\\\\").replace("\1", "&")
-        formula = formula.rpartition("=")[2] if len(rows) > 1 else formula
-    return _END.sub("", flat(formula))
-
-
 def is_bare_name(text: str) -> bool:
     return _NAME.fullmatch(text) is not None
 
@@ -119,8 +109,14 @@ class Atoms:
         return self.formulas[ord(letter) - 0xA000]
 
     def joined(self, letters: str) -> str:
-        """Return what formulas with joints between them say, all of them."""
-        return _result(re.sub(ATOM, lambda letter: self.formula(letter.group()), letters))
+        r"""Return what formulas with joints between them say; of rows, `a &= b \\ &= c`, the last."""
+        formula = re.sub(ATOM, lambda letter: self.formula(letter.group()), letters)
+        if _ROWS.search(formula):
+            masked = _INNER.sub(lambda inner: inner.group().replace("\\\\", "\0").replace("&", "\1"), formula)
+            rows = [row for row in _ROWS.sub(" ", masked).split("\\\\") if row.strip()]
+            formula = (rows[-1] if rows else "").replace("\0", "\\\\").replace("\1", "&")
+            formula = formula.rpartition("=")[2] if len(rows) > 1 else formula
+        return _END.sub("", flat(formula))
 
 
 @dataclass(frozen=True)

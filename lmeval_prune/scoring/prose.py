@@ -22,7 +22,6 @@ from lmeval_prune.scoring.numbers import MAX_DIGITS, VULGAR, Number, find_number
 
 MAX_WORDS = 200  # characters beside a number that are looked at
 UNIT_LETTERS = "".join(words("unit_letters"))
-_NAME = rf"(?<![A-Za-z\\])(?![aAI{UNIT_LETTERS}])[A-Za-z](?![A-Za-z_])"  # a letter that is a variable
 _CHINESE = "[\u4e00-\u9fff]"
 
 # --------------------------------------------------------------------------- the outline
@@ -190,12 +189,10 @@ class Prose:
         return free[0] if free and (len(free) == 1 or begins) and not self.is_part(free[0], *side) else None
 
     def is_introduced(self, start: int, position: int) -> bool:
-        """Return whether a number has only words before it that may stand there: 'about', 答案是."""
         said = _WORD.findall(self.outline[start:position])
         return all(word.lower() in _SAID or _CHINESE_SAID.search(word) for word in said)
 
     def is_part(self, position: int, start: int, stop: int) -> bool:
-        """Return whether a number is part of something larger: by what stands at its sides, or by the words around it."""
         before, after = self.outline[max(0, position - 80) : position], self.outline[position + 1 : position + 80]
         if _PART.search(f"{before}@{after}"):
             return True
@@ -333,22 +330,19 @@ def _has_alternatives(prose: Prose, clause: Clause, number: int, later_clauses: 
         return False
     changes = (c for c in later_clauses if c.opener not in (",", "、") or _others(prose, c, number))
     following = next(changes, later_clauses[-1])
-    if len(following.sides) == 1:
-        return _is_listed(prose, following, number)
+    if (
+        len(following.sides) == 1
+    ):  # another number; but of `12 eggs, 3 of which are bad`, `9.8, 8.2 was given` the first
+        other = next(iter(_others(prose, following, number)), None)
+        if other is None or prose.is_part(other, following.start, following.stop):
+            return False
+        after = prose.words(other + 1, following.stop)
+        return prose.words(following.start, other) in ("", "and", "or") and not re.search(r"^of\b|\bwas\b", after)
     if len(clause.sides) == 1 or not clause.equates or prose.within(*clause.sides[0]):
         return False
     name = prose.words(*following.sides[0]).removeprefix("and ").removeprefix("or ")
     value = number_of_clause(prose, following)
     return len(name.split()) == 1 and value is not None and not prose.same(value, number)
-
-
-def _is_listed(prose: Prose, clause: Clause, number: int) -> bool:
-    """Return whether a clause begins with another number; but `12 eggs, 3 of which are bad`, `9.8, 8.2 was given`."""
-    other = next(iter(_others(prose, clause, number)), None)
-    if other is None or prose.is_part(other, clause.start, clause.stop):
-        return False
-    after = prose.words(other + 1, clause.stop)
-    return prose.words(clause.start, other) in ("", "and", "or") and not re.search(r"^of\b|\bwas\b", after)
 
 
 def _others(prose: Prose, clause: Clause, number: int) -> list[int]:
@@ -389,13 +383,11 @@ def number_of(text: str) -> Number | None:
 
 
 def numbers_equal(answer: str, gold: str) -> bool:
-    """Return whether both texts are numbers, and the same."""
     numbers = number_of(answer), number_of(gold)
     return bool(numbers[0] and numbers[1] and same_number(numbers[0], numbers[1]))
 
 
 def equals_number(value: Fraction, gold: str) -> bool:
-    """Return whether a computed value is the number of a text."""
     number = number_of(gold)
     return number is not None and (same_number(Number((value,), None), number) or rounds_to(value, number))
 

@@ -187,5 +187,4 @@ class ExpressionReader(FormulaReader):
 
 
 def text_reader(gold: str) -> Reader:
-    """Return the reader of an answer that may be one number, or text."""
     return NumberReader() if number_of(gold) else TextReader(gold)

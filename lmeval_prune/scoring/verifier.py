@@ -43,9 +43,6 @@ class Verifier:
         self.seconds = seconds
         self._pool: ProcessPool | None = None
 
-    def verify(self, gold: str, answer: str) -> Verdict:
-        return self.verify_many([(gold, answer)])[0]
-
     def verify_many(self, pairs: Sequence[tuple[str, str]]) -> list[Verdict]:
         """Compare (gold, answer) pairs of LaTeX without dollar signs on all workers; verdicts are in their order."""
         verdicts = self._verify_many(pairs)

@@ -187,10 +187,7 @@ def _show_progress(line: str) -> None:
 
 
 def write(
-    folder: Path,
-    rows: dict[str, dict[str, Any]],
-    settings: dict[str, Any],
-    distances: Mapping[str, Mapping[str, str]],
+    folder: Path, rows: dict[str, dict[str, Any]], settings: dict[str, Any], distances: Mapping[str, Mapping[str, str]]
 ) -> None:
     """Write and print the measured values; `distances` are further lines of the table, by model."""
     text = table(rows, distances)

@@ -57,8 +57,7 @@ class LazyTaskManager(TaskManager):
         unknown = [name for name in task_list if re.fullmatch(r"prune_\w+", name) and name not in index]
         if unknown:
             raise unknown_task_error(unknown, index)
-        matches: list[str] = super().match_tasks(task_list)
-        return matches
+        return list(super().match_tasks(task_list))
 
     @print_input_errors
     def load(self, task_list: Any) -> Any:

@@ -188,7 +188,9 @@ def _close(answer: Fraction, digits: int | None, gold: Fraction, gold_digits: in
     shown = gold_digits or 0
     if shown > 3 and (not digits or digits > shown) and abs(answer - gold) <= Fraction(1, 2 * 10**shown):
         return True  # a more exact answer
-    if digits is None or (_ends(gold) and not _is_cut(gold, shown)):
+    decimals = str(abs(gold.numerator * 10**shown // gold.denominator))[-shown:] if shown > 4 else ""
+    is_cut = shown > 8 or re.search(r"(\d+?)\1{2,}\d?$", decimals)  # the beginning of decimals that do not end
+    if digits is None or (_ends(gold) and not is_cut):
         return False
     written = abs(answer) * 10**digits  # without end: the answer's own rounding of it, up or down
     exact = abs(gold) * 10**digits
@@ -200,12 +202,6 @@ def rounds_to(value: Fraction, gold: Number) -> bool:
     """Return whether a value without end is, to the decimals of a number, two or more, that number."""
     digits = gold.decimals or 0
     return digits > 1 and not _ends(value) and any(abs(value - g) <= Fraction(1, 2 * 10**digits) for g in gold.values)
-
-
-def _is_cut(value: Fraction, digits: int) -> bool:
-    """Return whether decimals are the beginning of some that do not end: many, or repeating."""
-    written = str(abs(value.numerator * 10**digits // value.denominator))[-digits:] if digits else ""
-    return digits > 8 or (digits > 4 and re.search(r"(\d+?)\1{2,}\d?$", written) is not None)
 
 
 def _ends(value: Fraction) -> bool:

@@ -297,8 +297,12 @@ def _last_number(prose: Prose) -> int | None:
 def number_of_clause(prose: Prose, clause: Clause) -> int | None:
     """Return the number of a clause: by its sides, or the first that nothing governs."""
     sides = clause.sides
-    if len(sides) < 2:
-        return _number_of_phrase(prose, *sides[0]) if sides else None
+    if len(sides) == 1:
+        numbers, free = prose.within(*sides[0]), prose.free(*sides[0])
+        if len(free) > 1 and re.search(_CHINESE, prose.outline[clause.start : clause.stop]):  # all of 5小时30分
+            free = free if any(prose.is_part(number, *sides[0]) for number in free[:-1]) else free[-1:]
+        number = next(iter(free or numbers), None)
+        return None if number is None or prose.is_part(number, *sides[0]) else number
     if any(re.search(r"\b(?:or|and) \S+$", prose.words(*side)) for side in sides[1:-1]):  # x = 3 or y = 5
         return None
     first, final = prose.lone(sides[0]), prose.lone(sides[-1], final=True)
@@ -314,14 +318,6 @@ def number_of_clause(prose: Prose, clause: Clause) -> int | None:
         if clause.equates and not (final is not None and prose.same(first, final)):
             return first
     return final
-
-
-def _number_of_phrase(prose: Prose, start: int, stop: int) -> int | None:
-    numbers, free = prose.within(start, stop), prose.free(start, stop)
-    if len(free) > 1 and re.search(_CHINESE, prose.outline[start:stop]):  # all of 5小时30分
-        free = free if any(prose.is_part(position, start, stop) for position in free[:-1]) else free[-1:]
-    number = next(iter(free or numbers), None)
-    return None if number is None or prose.is_part(number, start, stop) else number
 
 
 def _has_alternatives(prose: Prose, clause: Clause, number: int, later_clauses: Sequence[Clause]) -> bool:

@@ -201,18 +201,14 @@ def _bulleted(row: str) -> str:
     return reading[0] if reading and not doubted else ""
 
 
-def _ratio(text: str) -> Fraction | str:
-    """Return the value of a ratio of two numbers; a text that is none, as it is."""
-    terms = re.fullmatch(r"(\d+)\s*:\s*0*([1-9]\d*)", text)
-    return Fraction(int(terms[1]), int(terms[2])) if terms else text
-
-
 def _last_free(kind: re.Pattern[str], text: str) -> str | None:
     """Return the last time or date of a text that nothing governs (`after 3:45`); None of alternatives and ranges."""
     matches = list(kind.finditer(text))
     if " or " in text:  # 3:4, or 6:8
-        alternatives = [_ratio(match.group()) for match in matches]
-        return matches[0].group() if len(alternatives) > 1 and len(set(alternatives)) == 1 else None
+        alternatives = [match.group() for match in matches]
+        ratios = [re.fullmatch(r"(\d+)\s*:\s*0*([1-9]\d*)", words) for words in alternatives]
+        values = {Fraction(int(x[1]), int(x[2])) if x else y for x, y in zip(ratios, alternatives, strict=True)}
+        return alternatives[0] if len(alternatives) > 1 and len(values) == 1 else None
     starts = [0, *(match.end() for match in matches)]
     before = [text[start : match.start()] for start, match in zip(starts, matches, strict=False)]
     if any(map(_RANGE.search, before)) or any(gap.strip() in ("to", "-", "–", "and", ",") for gap in before[1:]):

@@ -129,7 +129,7 @@ def profile(
 
     Args:
         names: models, the first one is the reference: `profile A B …`
-        output: folder for the table, the plot and `profile.json`
+        output: folder for the table and `profile.json`
         prompt: tokens of a prompt
         new: tokens decoded after it
         batches: batch sizes

@@ -17,7 +17,6 @@ class LoadedTasks:
         self.task_index: dict[str, Any] = {}  # lm-eval logs the file of a task from it
 
     def load(self, names: Sequence[str]) -> dict[str, Any]:
-        """Return the named tasks."""
         return {"tasks": {name: self.tasks[name] for name in names}, "groups": {}, "group_map": {}}
 
 

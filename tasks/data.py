@@ -34,29 +34,20 @@ ASDIV_URL = (
 
 @dataclass(frozen=True)
 class DataSet:
-    """The sources of a data set's splits, and the conversion of rows to documents.
+    """The sources of a data set's splits, and the conversion of rows to documents."""
 
-    Attributes:
-        files: file of each stored split, in this package or a local folder.
-        document: converts a row to a document; None drops the row.
-        hub: loads a stored split from its public source.
-        parts: further splits, selected from the documents of the split `"all"`.
-    """
-
-    files: dict[str, str]
-    document: Callable[[Row], Row | None] = dict
-    hub: Callable[[str], Iterator[Row]] | None = None
-    parts: dict[str, Callable[[list[Row]], list[Row]]] = field(default_factory=dict)
+    files: dict[str, str]  # of each stored split, in this package or a local folder
+    document: Callable[[Row], Row | None] = dict  # of a row; None drops it
+    hub: Callable[[str], Iterator[Row]] | None = None  # loads a stored split from its public source
+    parts: dict[str, Callable[[list[Row]], list[Row]]] = field(default_factory=dict)  # further splits, of split "all"
 
     @property
     def splits(self) -> list[str]:
-        """Return all splits."""
         return [*self.files, *self.parts]
 
 
-def _hub_rows(split: str, path: str, name: str | None = None, other: str | None = None) -> Iterator[Row]:
-    """Load a split from the Hub; `other` is the data set of the training split if it has one of its own."""
-    return iter(datasets.load_dataset(other if other and split == "train" else path, name, split=split))
+def _hub_rows(split: str, path: str, name: str | None = None, train: str | None = None) -> Iterator[Row]:
+    return iter(datasets.load_dataset(train if train and split == "train" else path, name, split=split))
 
 
 def _asdiv_rows(split: str, url: str = ASDIV_URL) -> Iterator[Row]:
@@ -84,10 +75,6 @@ def _asdiv_rows(split: str, url: str = ASDIV_URL) -> Iterator[Row]:
         }
 
 
-def _gsm8k(row: Row) -> Row:
-    return {**row, "target": row["answer"].rpartition("####")[2].strip()}
-
-
 def _math(row: Row) -> Row | None:
     if not row["answer"].strip():  # one row of the training set
         return None
@@ -103,14 +90,8 @@ def _asdiv(row: Row) -> Row:
 
 
 def _asdiv_a(row: Row) -> Row | None:
-    if row["asdiv_a_fold"] is None:
-        return None
-    document = _asdiv(row)
-    return {**document, "fold": row["asdiv_a_fold"], "complexity": complexity(row["formula"])}
-
-
-def _cloze(row: Row) -> Row:
-    return {**row, "target": row["choices"][row["gold"]]}
+    fold = row["asdiv_a_fold"]
+    return None if fold is None else {**_asdiv(row), "fold": fold, "complexity": complexity(row["formula"])}
 
 
 _CONSTANTS = {"x1": "1", "x2": "2", "x3_1416": "157/50"}  # of Math23k's equations; pi is 3.14 there
@@ -151,22 +132,21 @@ def _where(name: str, value: Any) -> Callable[[list[Row]], list[Row]]:
 
 
 def _parts(ratios: tuple[int, int, int], by: str) -> dict[str, Callable[[list[Row]], list[Row]]]:
-    parts = ("train", "validation", "test")
-    return {f"fold{number}": _where("fold", number) for number in range(5)} | {
-        f"stratified_{part}": partial(stratified, part=part, ratios=ratios, by=by) for part in parts
-    }
+    strata = {x: partial(stratified, part=x, ratios=ratios, by=by) for x in ("train", "validation", "test")}
+    folds = {f"fold{number}": _where("fold", number) for number in range(5)}
+    return folds | {f"stratified_{part}": select for part, select in strata.items()}
 
 
 DATA: dict[str, DataSet] = {
     "gsm8k": DataSet(
         {"train": "gsm8k_train.jsonl", "test": "gsm8k_test.jsonl"},
-        _gsm8k,
+        lambda row: {**row, "target": row["answer"].rpartition("####")[2].strip()},
         partial(_hub_rows, path="openai/gsm8k", name="main"),
     ),
     "math500": DataSet(
         {"train": "math_train.jsonl", "test": "math500_test.jsonl"},
         _math,
-        partial(_hub_rows, path="HuggingFaceH4/MATH-500", other="rasbt/math_full_minus_math500"),
+        partial(_hub_rows, path="HuggingFaceH4/MATH-500", train="rasbt/math_full_minus_math500"),
     ),
     "asdiv": DataSet({"test": "asdiv.jsonl"}, _asdiv, _asdiv_rows),
     "asdiv_a": DataSet({"all": "asdiv.jsonl"}, _asdiv_a, _asdiv_rows, _parts((8, 1, 1), "solution_type")),
@@ -181,7 +161,10 @@ DATA: dict[str, DataSet] = {
     ),
     "tiny_words": DataSet({"train": "tiny/shots.jsonl", "test": "tiny/words.jsonl"}),
     "tiny_choice": DataSet({"test": "tiny/choice.jsonl"}),
-    "tiny_cloze": DataSet({"train": "tiny/cloze_train.jsonl", "test": "tiny/cloze_test.jsonl"}, _cloze),
+    "tiny_cloze": DataSet(
+        {"train": "tiny/cloze_train.jsonl", "test": "tiny/cloze_test.jsonl"},
+        lambda row: {**row, "target": row["choices"][row["gold"]]},
+    ),
 }
 
 
@@ -195,23 +178,20 @@ def load(name: str, split: str = "test", data_dir: str | os.PathLike[str] | None
     """
     data = DATA[name]
     folder = data_dir or os.environ.get("LMEVAL_PRUNE_DATA") or ""
-    parts = [_selected(name, data, part, folder) for part in split_parts(split)]
+    parts = []
+    for instruction in split_parts(split):
+        [part] = split_names(instruction)
+        if part not in data.splits:
+            raise InputError(f"data set {name} has no split {part!r}; it has {', '.join(data.splits)}")
+        documents = _all_documents(name, data, part, folder)
+        if instruction != part:
+            [cut] = datasets.ReadInstruction.from_spec(instruction).to_absolute({part: len(documents)})
+            documents = documents[cut.from_ : cut.to]
+        parts.append(documents)
     keys = [{json.dumps(row, sort_keys=True, default=str) for row in rows} for rows in parts]
     if len(set().union(*keys)) < sum(map(len, keys)):
         raise InputError(f"{name}: parts of {split} have documents in common, which would count twice")
     return datasets.Dataset.from_list([row for rows in parts for row in rows])
-
-
-def _selected(name: str, data: DataSet, instruction: str, folder: str | os.PathLike[str]) -> list[Row]:
-    """Return the documents of a split, or of a slice of it such as `fold0[:50%]`."""
-    [split] = split_names(instruction)
-    if split not in data.splits:
-        raise InputError(f"data set {name} has no split {split!r}; it has {', '.join(data.splits)}")
-    documents = _all_documents(name, data, split, folder)
-    if instruction == split:
-        return documents
-    [part] = datasets.ReadInstruction.from_spec(instruction).to_absolute({split: len(documents)})
-    return documents[part.from_ : part.to]
 
 
 def _all_documents(name: str, data: DataSet, split: str, folder: str | os.PathLike[str]) -> list[Row]:
@@ -219,24 +199,20 @@ def _all_documents(name: str, data: DataSet, split: str, folder: str | os.PathLi
     stored = split if split in data.files else "all"
     packaged = HERE / data.files[stored]
     if packaged.is_file() or folder:
-        rows = _read(packaged if packaged.is_file() else Path(folder) / data.files[stored])
+        path = packaged if packaged.is_file() else Path(folder) / data.files[stored]
+        compressed = path.with_name(f"{path.name}.gz")
+        is_compressed = compressed.is_file() and not path.is_file()
+        with gzip.open(compressed) if is_compressed else path.open("rb") as file:
+            rows = [json.loads(line) for line in file if line.strip()]
     elif data.hub is None:
         raise InputError(f"{name} is not on the hub; name a folder with {data.files[stored]} in LMEVAL_PRUNE_DATA")
     else:
-        rows = data.hub(stored)
+        rows = [*data.hub(stored)]
     documents = [document for row in rows if (document := data.document(row)) is not None]
     for document in documents:  # no response could be right
         if document.get("target", "-").strip().lower() in ("", "nan", "inf", "-inf"):
             raise InputError(f"{name}: an answer is {document['target']!r}")
     return data.parts[split](documents) if split in data.parts else documents
-
-
-def _read(path: Path) -> Iterator[Row]:
-    """Yield the rows of a JSON-lines file, or of the compressed one."""
-    compressed = path.with_name(f"{path.name}.gz")
-    is_compressed = compressed.is_file() and not path.is_file()
-    with gzip.open(compressed) if is_compressed else path.open("rb") as file:
-        yield from (json.loads(line) for line in file if line.strip())
 
 
 @print_input_errors

@@ -30,7 +30,6 @@ def including(folder: str | None) -> Iterator[None]:
 
 
 def included_folder() -> str | None:
-    """Return the user's folder of tasks, see `including`."""
     return _included.get()
 
 
@@ -52,8 +51,7 @@ def check_task_names(manager: TaskManager, names: Sequence[str]) -> None:
 def load_tasks(manager: TaskManager, names: Sequence[str]) -> dict[str, Any]:
     """Load tasks, and the tasks of groups and tags, by name; a name can be the path of a YAML file."""
     check_task_names(manager, names)
-    loaded: dict[str, Any] = manager.load(list(names))["tasks"]
-    return loaded
+    return dict(manager.load(list(names))["tasks"])
 
 
 def load_task(manager: TaskManager, name: str) -> Any:

@@ -9,7 +9,6 @@ import logging
 import re
 from collections import ChainMap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,6 @@ from lm_eval.tasks import TaskManager
 from lm_eval.tasks._index import Entry, Kind, TaskIndex
 
 from lmeval_prune.errors import InputError, did_you_mean, first_few, first_line, print_input_errors
-from lmeval_prune.tasks.scored import check_window
 from lmeval_prune.tasks.scorers import check_scorers
 
 
@@ -35,7 +33,6 @@ def _is_no_notice_of_ours(record: logging.LogRecord) -> bool:
 
 
 def unknown_task_error(names: Sequence[str], task_names: Iterable[str]) -> InputError:
-    """Return the error for tasks that do not exist."""
     hint = did_you_mean(names[0], task_names) if len(names) == 1 else ""
     return InputError(
         f"there is no task {', '.join(names)} (`lm_eval ls tasks` lists them, without YAML files that have a mistake; "
@@ -43,20 +40,8 @@ def unknown_task_error(names: Sequence[str], task_names: Iterable[str]) -> Input
     )
 
 
-@contextmanager
-def loading_tasks(tasks: Iterable[Any]) -> Iterator[None]:
-    """Raise an `InputError` for any error of a block that loads tasks, given by names or lm-eval's configurations."""
-    try:
-        yield
-    except InputError:
-        raise
-    except Exception as error:  # data set loaders and functions of tasks raise many types
-        names = first_few(task.get("task") if isinstance(task, dict) else task for task in tasks)
-        raise InputError(f"{names} cannot be loaded ({first_line(error, 300)})") from error
-
-
 class LazyTaskManager(TaskManager):
-    """A task manager with the package's tasks, the user's tasks (which replace them) and lm-eval's tasks."""
+    """The package's tasks, the user's tasks (which replace them) and lm-eval's tasks."""
 
     def __init__(self, verbosity: str | None = None, include_path: Any = None, metadata: Any = None) -> None:
         logging.getLogger("lm_eval.api.task").addFilter(_is_no_notice_of_ours)
@@ -65,63 +50,44 @@ class LazyTaskManager(TaskManager):
 
     @print_input_errors
     def match_tasks(self, task_list: list[str]) -> list[str]:
-        """Match names and glob patterns; lm-eval's index is not read for the package's and the user's tasks.
-
-        lm-eval's command calls this before it loads the model, with the model_args in `metadata`.
-        """
+        """Match names and glob patterns; lm-eval's index is not read for the package's and the user's tasks."""
         index = self._index.maps[0]
-        for config in self._configs(task_list) if self.metadata is not None else ():
-            if str(config.get("class")).endswith("WindowedTask"):
-                check_window(config, self.metadata)
         if all(name in index for name in task_list):
             return sorted(set(task_list))
         unknown = [name for name in task_list if re.fullmatch(r"prune_\w+", name) and name not in index]
         if unknown:
             raise unknown_task_error(unknown, index)
-        matches: list[str] = super().match_tasks(task_list)
-        return matches
-
-    def _configs(self, names: Iterable[str]) -> Iterator[dict[str, Any]]:
-        """Yield the configurations of named tasks and of the tasks in named groups; without those of lm-eval."""
-        waiting, visited = list(names), set[str]()
-        while waiting:
-            name = waiting.pop()
-            entry = self._index.maps[0].get(name)
-            if entry is None or entry.cfg is None or name in visited:
-                continue
-            visited.add(name)
-            members = entry.cfg.get("task")
-            members = members if isinstance(members, list) else []
-            yield from (entry.cfg, *(member for member in members if isinstance(member, dict)))
-            waiting += [member for member in members if isinstance(member, str)]
+        return list(super().match_tasks(task_list))
 
     @print_input_errors
     def load(self, task_list: Any) -> Any:
-        """Load tasks and groups, and check the arguments of this package's filter and metrics in them."""
-        with loading_tasks(task_list if isinstance(task_list, list) else [task_list]):
+        """Load tasks by names or lm-eval's configurations, and check this package's metrics in them."""
+        try:
             loaded = super().load(task_list)
+        except InputError:
+            raise
+        except Exception as error:  # data set loaders and functions of tasks raise many types
+            tasks = task_list if isinstance(task_list, list) else [task_list]
+            names = first_few(task.get("task") if isinstance(task, dict) else task for task in tasks)
+            raise InputError(f"{names} cannot be loaded ({first_line(error, 300)})") from error
         for task in loaded["tasks"].values():
             check_scorers(task)
         return loaded
 
     @property
     def all_tasks(self) -> list[str]:
-        """List all names: of tasks, groups and tags."""
         return sorted(self._index)
 
     @property
     def all_groups(self) -> list[str]:
-        """List the names of groups."""
         return self._names(Kind.GROUP)
 
     @property
     def all_subtasks(self) -> list[str]:
-        """List the names of tasks."""
         return self._names(Kind.TASK, Kind.PY_TASK)
 
     @property
     def all_tags(self) -> list[str]:
-        """List the names of tags."""
         return self._names(Kind.TAG)
 
     def _names(self, *kinds: Kind) -> list[str]:

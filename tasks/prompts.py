@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 from lmeval_prune.artefacts import digest, without_addresses
@@ -20,15 +21,31 @@ def prompt_of(task: Any, document: Mapping[str, Any], tokenizer: Any = None) -> 
     The document is not among its own exemplars, which lm-eval sees to for documents of the test alone. They are drawn
     by the document, so that it has the same prompt in every run and process.
     """
-    shots = task.get_config("num_fewshot") or 0
+    shots, settings = task.get_config("num_fewshot") or 0, {"gen_prefix": task.doc_to_prefix(document)}
+    if tokenizer is not None:
+
+        def as_chat(messages: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+            turn = {"add_generation_prompt": add_generation_prompt, "continue_final_message": not add_generation_prompt}
+            return str(tokenizer.apply_chat_template(messages, tokenize=False, **turn))
+
+        # the default of lm-eval's command
+        settings |= {"apply_chat_template": True, "fewshot_as_multiturn": True, "chat_template": as_chat}
     if shots:
         task.set_fewshot_seed(exemplar_seed(document))
-    with _other_exemplars(task, document):
-        return _context(task, document, shots, tokenizer)
+    sampler = getattr(task, "sampler", None)
+    draw = sampler and partial(_sample_others, document, sampler.sample)
+    with replaced(sampler, sample=draw) if sampler else nullcontext():
+        return _of_right_choice(task, document, task.fewshot_context(document, shots, **settings))
+
+
+def _sample_others(document: Mapping[str, Any], draw: Any, n: int, eval_doc: Any = None, **settings: Any) -> Any:
+    """Draw exemplars; again, without the document, if it is among them."""
+    drawn = draw(n, eval_doc=eval_doc, **settings)
+    copies = [exemplar for exemplar in drawn if all(document.get(key) == value for key, value in exemplar.items())]
+    return draw(n, eval_doc=copies[0], **settings) if copies else drawn
 
 
 def exemplar_seed(document: Mapping[str, Any]) -> int:
-    """Return the seed by which the exemplars of a document's prompt are drawn."""
     return int(digest(json.dumps(document, sort_keys=True, default=lambda value: without_addresses(str(value)))), 16)
 
 
@@ -68,47 +85,8 @@ def answer_delimiter(task: Any, document: Mapping[str, Any], is_chat: bool) -> s
     return "" if begins_turn or (prefix and prefix[-1].isspace()) else delimiter
 
 
-def _context(task: Any, document: Mapping[str, Any], shots: int, tokenizer: Any) -> str:
-    prefix = task.doc_to_prefix(document)
-    if tokenizer is None:
-        return _of_right_choice(task, document, task.fewshot_context(document, shots, gen_prefix=prefix))
-
-    def as_chat(messages: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        return str(
-            tokenizer.apply_chat_template(
-                messages,
-                tokenize=False,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=not add_generation_prompt,
-            )
-        )
-
-    turns = {"apply_chat_template": True, "fewshot_as_multiturn": True}  # the default of lm-eval's command
-    context = task.fewshot_context(document, shots, **turns, chat_template=as_chat, gen_prefix=prefix)
-    return _of_right_choice(task, document, context)
-
-
 def _of_right_choice(task: Any, document: Mapping[str, Any], context: str | list[str]) -> str:
     return context if isinstance(context, str) else context[task.doc_to_text(document)]
-
-
-@contextmanager
-def _other_exemplars(task: Any, document: Mapping[str, Any]) -> Iterator[None]:
-    """Draw the exemplars again without the document if it is among them, inside the block."""
-    sampler = getattr(task, "sampler", None)
-    if sampler is None:
-        yield
-        return
-
-    draw = sampler.sample
-
-    def sample(n: int, eval_doc: Any = None, **settings: Any) -> Any:
-        drawn = draw(n, eval_doc=eval_doc, **settings)
-        copies = [exemplar for exemplar in drawn if all(document.get(key) == value for key, value in exemplar.items())]
-        return draw(n, eval_doc=copies[0], **settings) if copies else drawn
-
-    with replaced(sampler, sample=sample):
-        yield
 
 
 def exemplars_of(task: Any) -> list[Any]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from lm_eval.api.metrics import mean, mean_stderr
@@ -30,14 +30,9 @@ class ScoredTask(ConfigurableTask):
     """Reports the metrics of its `process_results` function, and the main metric for each part of the documents.
 
     Parts are the levels, complexities, grades and subjects of the documents: `level_1`, `complexity_low`, `algebra`.
-
-    Attributes:
-        main: the metric that is reported for parts.
-        means: metrics that are means over the documents.
-        parts: field and value of each part, by the name of its metric.
     """
 
-    main = "exact_match"
+    main = "exact_match"  # the metric that is reported for parts
     prefix = ""  # of the names of parts
 
     @print_input_errors
@@ -47,7 +42,7 @@ class ScoredTask(ConfigurableTask):
         super().__init__(config=config)
         self.score: Callable[[dict[str, Any], Sequence[str]], Scores] = config["process_results"]
         self.shares = ["strict_match", "unmarked", *(["timeouts"] if self.score is mathematics else [])]
-        self.means = [self.main, *self.shares]
+        self.means = [self.main, *self.shares]  # over the documents
         self.parts = self._parts_of(self.eval_docs)
 
     def build_all_requests(self, **options: Any) -> None:
@@ -58,6 +53,7 @@ class ScoredTask(ConfigurableTask):
         self.parts = self._parts_of(docs.select(options.get("samples") or range(count)))
 
     def _parts_of(self, docs: Any) -> dict[str, tuple[str, Any]]:
+        """Return field and value of each part, by the name of its metric."""
         parts: dict[str, tuple[str, Any]] = {}
         for field in (field for field in PARTS if field in docs.column_names):
             for value in sorted({value for value in docs[field] if value}):
@@ -84,7 +80,6 @@ class ScoredTask(ConfigurableTask):
         return {**scores, **parts}
 
     def scores(self, doc: dict[str, Any], response: Any) -> Scores:
-        """Return the metrics of a response."""
         return self.score(doc, [response])
 
     def aggregation(self) -> dict[str, Callable[..., Any]]:
@@ -95,39 +90,32 @@ class ScoredTask(ConfigurableTask):
         return {**super().aggregation(), **means, "extracted": answered, "how": marked}
 
     def higher_is_better(self) -> dict[str, bool]:
-        """Return True for all but `timeouts` and `unmarked`."""
         return {name: name not in ("timeouts", "unmarked") for name in self.aggregation()}
 
 
 def part_metrics(name: str) -> dict[str, Callable[..., Any]]:
-    """Return the aggregations of a part: accuracy, its standard error and the number of items."""
-    return {name: part_mean, f"{name}_stderr": part_stderr, f"{name}_n": part_count}
+    """Return the aggregations of a part: accuracy, its standard error and the number of items, of values but None."""
+    return {name: part_mean, f"{name}_stderr": part_stderr, f"{name}_n": lambda values: len(_known(values))}
 
 
 def part_mean(values: Iterable[float | None]) -> float:
-    """Return the mean of the values that are not None."""
-    items = [value for value in values if value is not None]
-    return math.fsum(items) / len(items)
+    return math.fsum(_known(values)) / len(_known(values))
 
 
 def part_stderr(values: Iterable[float | None]) -> float | str:
     """Return the standard error of `part_mean`; `"N/A"` (JSON has no NaN) for fewer than two values."""
-    items = [value for value in values if value is not None]
-    return mean_stderr(items) if len(items) > 1 else "N/A"
+    return mean_stderr(_known(values)) if len(_known(values)) > 1 else "N/A"
 
 
-def part_count(values: Iterable[float | None]) -> int:
-    """Return the number of values that are not None."""
-    return sum(value is not None for value in values)
+def _known(values: Iterable[float | None]) -> list[float]:
+    return [value for value in values if value is not None]
 
 
 def answered(values: Iterable[str | list[str]]) -> float:
-    """Return the share of responses with an answer."""
     return mean([bool(text) for text in _flat(values)])
 
 
 def marked(values: Iterable[str | list[str]]) -> float:
-    """Return the share of responses with a marked answer (boxed, `####`, 'the answer is')."""
     return mean([mark in MARKED for mark in _flat(values)])
 
 
@@ -139,10 +127,9 @@ class PassAtTask(ScoredTask):
     """A generative task with N responses per document.
 
     Metrics for k = 1, 2, 4, …, N: `pass@k` (one of the *first* k responses is correct; for the ordered responses of a
-    routed run) and `pass@k_unbiased` (1 − C(n−c, k)/C(n, k) for c correct of n
-    responses; for random samples). Further metrics: `maj@N`; `distinct`, the number of different answers;
-    the shares `strict_match` and `unmarked`; and `pass@N_SUBSET` for each subset of the documents (`level_1`,
-    `algebra`, …). With k = N both estimators are equal.
+    routed run) and `pass@k_unbiased` (1 − C(n−c, k)/C(n, k) for c correct of n responses; for random samples). Further
+    metrics: `maj@N`; `distinct`, the number of different answers; the shares `strict_match` and `unmarked`; and
+    `pass@N_SUBSET` for each subset of the documents (`level_1`, `algebra`, …). With k = N both estimators are equal.
     """
 
     @print_input_errors
@@ -190,16 +177,13 @@ class CustomaryTask(ConfigurableTask):
         super().__init__(config={key: value for key, value in config.items() if key != "class"})
 
     def process_results(self, doc: dict[str, Any], results: Any) -> dict[str, Any]:
-        """Return lm-eval's results and `score`."""
         scores = super().process_results(doc, results)
         return {**scores, "score": scores.get("acc_norm", scores.get("acc"))}
 
     def aggregation(self) -> dict[str, Callable[..., Any]]:
-        """Return lm-eval's aggregations, and the mean for `score`."""
         return {**super().aggregation(), "score": mean}
 
     def higher_is_better(self) -> dict[str, bool]:
-        """Return lm-eval's directions, and True for `score`."""
         return {**super().higher_is_better(), "score": True}
 
 
@@ -212,15 +196,10 @@ class WindowedTask(ConfigurableTask):
 
     @print_input_errors
     def __init__(self, config: dict[str, Any]) -> None:
-        check_window(config, config.get("metadata"))
+        window, length = config["window"], (config.get("metadata") or {}).get("max_length")
+        if str(length) != str(window):
+            raise InputError(
+                f"{config.get('task')} at sequence length {window} needs max_length={window} among the --model_args "
+                f"(in Python also metadata={{'max_length': {window}}}); max_length is {length or 'not given'}"
+            )
         super().__init__(config={key: value for key, value in config.items() if key not in ("class", "window")})
-
-
-def check_window(config: Mapping[str, Any], metadata: Mapping[str, Any] | None) -> None:
-    """Refuse a run of a task with windows, given by its configuration, whose `max_length` is another number."""
-    window, length = config["window"], (metadata or {}).get("max_length")
-    if str(length) != str(window):
-        raise InputError(
-            f"{config.get('task')} at sequence length {window} needs max_length={window} among the --model_args "
-            f"(in Python also metadata={{'max_length': {window}}}); max_length is {length or 'not given'}"
-        )

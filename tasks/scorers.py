@@ -22,6 +22,7 @@ import functools
 import itertools
 import logging
 import re
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -43,7 +44,6 @@ from lmeval_prune.scoring import (
     Reader,
     expression_is_right,
     extract,
-    forget_failures,
     numbers_equal,
     readings,
     require_math_verify,
@@ -64,17 +64,11 @@ Answers = str | Sequence[str]  # one answer, or those of several repeats
 
 @dataclass(frozen=True)
 class Kind:
-    """How answers of a kind are read and compared.
+    """How answers of a kind are read and compared."""
 
-    Attributes:
-        reader: returns the reader for a gold answer.
-        same: whether two answers are the same.
-        reads_gold: whether the reader depends on the gold answer.
-    """
-
-    reader: Callable[[str], Reader]
+    reader: Callable[[str], Reader]  # for a gold answer
     same: Callable[[str, str], bool]
-    reads_gold: bool = True
+    reads_gold: bool = True  # the reader depends on the gold answer
 
 
 KINDS = {
@@ -87,7 +81,7 @@ KINDS = {
 # --------------------------------------------------------------------------- functions for process_results
 
 
-def _scores(correct: bool, extraction: Extraction) -> Scores:
+def _scored(extraction: Extraction, correct: bool) -> Scores:
     return {
         "exact_match": float(correct),
         "strict_match": float(correct and extraction.how in MARKED),
@@ -97,49 +91,44 @@ def _scores(correct: bool, extraction: Extraction) -> Scores:
     }
 
 
-def _response(results: Sequence[str]) -> str:
-    if isinstance(results, str):
-        raise InputError("results is one text; give a list of texts: process_results(doc, [text])")
-    return results[0]
-
-
-@print_input_errors
 def number(doc: Document, results: Sequence[str]) -> Scores:
     """Score an answer that is one number."""
-    extraction = extract(_response(results), NumberReader())
-    return _scores(numbers_equal(extraction.answer, doc["target"]), extraction)
+    (response,) = results
+    extraction = extract(response, NumberReader())
+    return _scored(extraction, numbers_equal(extraction.answer, doc["target"]))
 
 
-@print_input_errors
 def text_or_number(doc: Document, results: Sequence[str]) -> Scores:
     """Score an answer that is one or more numbers (`3; 4`), a time, a ratio or a word."""
-    extraction = extract(_response(results), text_reader(doc["target"]))
-    return _scores(same_text(extraction.answer, doc["target"]), extraction)
+    (response,) = results
+    extraction = extract(response, text_reader(doc["target"]))
+    return _scored(extraction, same_text(extraction.answer, doc["target"]))
 
 
 @print_input_errors
 def mathematics(doc: Document, results: Sequence[str]) -> Scores:
     """Score a MATH answer: of the same form as the gold answer, with parts equal as numbers or by math-verify."""
-    extraction = extract(_response(results), MathematicsReader(doc["target"]))
+    (response,) = results
+    extraction = extract(response, MathematicsReader(doc["target"]))
     verdict = verdicts([(extraction.answer, doc["target"])])[0]
-    return _scores(verdict == "equal", extraction) | {"timeouts": float(verdict in ("timeout", "crash"))}
+    return _scored(extraction, verdict == "equal") | {"timeouts": float(verdict in ("timeout", "crash"))}
 
 
-@print_input_errors
 def equation(doc: Document, results: Sequence[str]) -> Scores:
     """Score an arithmetic expression; see `expression_is_right`."""
-    extraction = extract(_response(results), ExpressionReader())
+    (response,) = results
+    extraction = extract(response, ExpressionReader())
     names = {name: Fraction(number) for name, number in (doc.get("names") or {}).items() if number}
     gold = doc.get("formula") or doc.get("equation") or ""
-    return _scores(expression_is_right(extraction.answer, doc["target"], gold, names), extraction)
+    return _scored(extraction, expression_is_right(extraction.answer, doc["target"], gold, names))
 
 
-@print_input_errors
 def ending(doc: Document, results: Sequence[str]) -> Scores:
     """Score the completion of a sentence: its first words, as many as the gold ending has."""
-    words = re.findall(r"\w+", _response(results))[: len(re.findall(r"\w+", doc["target"]))]
+    (response,) = results
+    words = re.findall(r"\w+", response)[: len(re.findall(r"\w+", doc["target"]))]
     extraction = Extraction(" ".join(words), "end" if words else "none")
-    return _scores(same_text(extraction.answer, doc["target"]), extraction)
+    return _scored(extraction, same_text(extraction.answer, doc["target"]))
 
 
 # By scoring function: how to compare two answers that it extracted.
@@ -156,7 +145,6 @@ EQUALITIES: dict[Callable[..., Scores], Callable[[str, str], bool]] = {
 
 
 def _kind(name: str) -> Kind:
-    """Return a kind of answers by its name."""
     if name == "mathematics":
         require_math_verify()
     return KINDS[name]
@@ -187,18 +175,16 @@ class AnswerFilter(Filter):
     @print_input_errors
     def apply(self, resps: Iterable[Answers], docs: Sequence[Document]) -> list[Answers]:
         """Read the answers in responses to each document, which are texts or lists of texts."""
-        golds = [self.read_gold(doc) for doc in docs]
+        field = self.gold or ""
+        template = jinja2.Environment(undefined=jinja2.StrictUndefined).from_string(field) if "{" in field else None
+        golds = [""] * len(docs)
+        if self.kind.reads_gold:
+            texts = (template.render(**doc) if template else doc[field] for doc in docs)
+            golds = [gold_answer(text, self.kind) for text in texts]
         answers = _read(resps, map(self.kind.reader, golds))
         if self.kind is KINDS["mathematics"]:
             _compare_at_once(answers, golds)
         return answers
-
-    def read_gold(self, doc: dict[str, Any]) -> str:
-        """Return a document's gold answer; empty if this kind of answers is read without it."""
-        if not self.kind.reads_gold or not self.gold:
-            return ""
-        template = jinja2.Environment(undefined=jinja2.StrictUndefined).from_string
-        return gold_answer(template(self.gold).render(**doc) if "{" in self.gold else doc[self.gold], self.kind)
 
 
 @register_filter("prune_verdicts")
@@ -210,7 +196,6 @@ class Verdicts(Filter):
 
     @print_input_errors
     def apply(self, resps: Iterable[Answers], docs: Sequence[Document]) -> list[Answers]:
-        """Compute and cache the verdicts; `resps` are texts or lists of texts, and are returned."""
         resps, golds = list(resps), [doc["target"] for doc in docs]
         _compare_at_once(_read(resps, map(MathematicsReader, golds)), golds)
         return resps
@@ -225,26 +210,14 @@ def _read(resps: Iterable[Answers], readers: Iterable[Reader]) -> list[Answers]:
 
 def _compare_at_once(read: Sequence[Answers], golds: Sequence[str]) -> None:
     """Compare the answers to each question with the gold one and each other; the metrics then find the verdicts."""
-    forget_failures()
     pairs: list[tuple[str, str]] = []
     for answers, gold in zip(read, golds, strict=True):
         distinct = dict.fromkeys(filter(None, [answers] if isinstance(answers, str) else answers))
         pairs += [(answer, other) for other, answer in itertools.combinations([gold, *distinct], 2)]
-    verdicts(pairs)
+    verdicts(pairs, retry=True)
 
 
 # --------------------------------------------------------------------------- metrics
-
-
-class MetricScores(dict[str, float]):
-    """Scores by name; `main` also where lm-eval looks up the metric's own name, for several gold answers."""
-
-    def __init__(self, main: float, scores: dict[str, float]) -> None:
-        super().__init__(scores)
-        self.main = main
-
-    def __missing__(self, name: str) -> float:
-        return self.main
 
 
 def as_metric(function: Callable[..., dict[str, float]]) -> Callable[..., dict[str, float]]:
@@ -260,7 +233,6 @@ def as_metric(function: Callable[..., dict[str, float]]) -> Callable[..., dict[s
 
 
 def _right(golds: Sequence[Any], answers: Sequence[str], kind: str) -> list[bool]:
-    """Return which answers are the same as a gold answer."""
     answer_kind = _kind(kind)
     texts = [gold_answer(gold, answer_kind) for gold in golds]
     return [any(bool(answer) and answer_kind.same(answer, text) for text in texts) for answer in answers]
@@ -268,24 +240,25 @@ def _right(golds: Sequence[Any], answers: Sequence[str], kind: str) -> list[bool
 
 @as_metric
 def equal(golds: Sequence[Any], answers: Sequence[str], kind: str = "number") -> dict[str, float]:
-    """Return whether an answer is the gold one; of several answers, the share that is."""
     return {"prune_equal": float(mean(_right(golds, answers, kind)))}
 
 
 @as_metric
-def pass_at_ks(golds: Sequence[Any], answers: Sequence[str], kind: str = "number") -> MetricScores:
+def pass_at_ks(golds: Sequence[Any], answers: Sequence[str], kind: str = "number") -> dict[str, float]:
     """Return `pass@k` and `pass@k_unbiased` of N answers, for k = 1, 2, 4, …, N."""
     right = _right(golds, answers, kind)
-    return MetricScores(float(any(right)), pass_scores(right))
+    return defaultdict(
+        lambda: float(any(right)), pass_scores(right)
+    )  # for several gold answers by the metric's own name
 
 
 @as_metric
-def majority_at_n(golds: Sequence[Any], answers: Sequence[str], kind: str = "number") -> MetricScores:
+def majority_at_n(golds: Sequence[Any], answers: Sequence[str], kind: str = "number") -> dict[str, float]:
     """Return `maj@N` of N answers: whether the most frequent is right; and how many differ, as `distinct`."""
     right = _right(golds, answers, kind)
     winner, distinct = majority(answers, _kind(kind).same)
     score = float(winner is not None and right[winner])
-    return MetricScores(score, {f"maj@{len(answers)}": score, "distinct": float(distinct)})
+    return defaultdict(lambda: score, {f"maj@{len(answers)}": score, "distinct": float(distinct)})
 
 
 # --------------------------------------------------------------------------- aggregations
@@ -316,23 +289,21 @@ def check_scorers(task: Any) -> None:
         for name, function in getattr(task, "_metric_fn_list", {}).items()
         if getattr(function, "__module__", "") == __name__
     }
+    name = task.config.task
     if reads and not compares <= reads:
         raise InputError(
-            f"task {task.config.task}: filter prune_answer reads kind: {' and '.join(sorted(reads))}, "
+            f"task {name}: filter prune_answer reads kind: {' and '.join(sorted(reads))}, "
             f"metrics compare kind: {' and '.join(sorted(compares))}; give both one"
         )
-    own = task.get_config("process_results") in (number, equation)
-    if not own and "number" not in compares:
+    if "number" not in compares and task.get_config("process_results") not in (number, equation):
         return
-    texts = []
-    for document in itertools.islice(iter(task.eval_docs), MAX_CHECKED):
+    others, documents = [], [*itertools.islice(iter(task.eval_docs), MAX_CHECKED)]
+    for document in documents:
         golds = task.doc_to_target(document) if "number" in compares else document.get("target")
-        golds = golds if isinstance(golds, list) else [golds]
-        texts.append([gold_answer(gold, KINDS["number"]) for gold in golds])
-    others = [answers[0] for answers in texts if answers and not any(map(readings, answers))]
-    if not others:
-        return
-    counts = f"{len(others)} of the first {len(texts)} gold answers are no numbers ({others[0]!r})"
-    if len(others) == len(texts):
-        raise InputError(f"task {task.config.task}: {counts}; compare them as text or mathematics")
-    logger.warning("task %s: %s, so no response to them is right", task.config.task, counts)
+        texts = [gold_answer(gold, KINDS["number"]) for gold in (golds if isinstance(golds, list) else [golds])]
+        others += texts[:1] if not any(map(readings, texts)) else []
+    if others:
+        counts = f"task {name}: {len(others)} of the first {len(documents)} gold answers are no numbers ({others[0]!r})"
+        if len(others) == len(documents):
+            raise InputError(f"{counts}; compare them as text or mathematics")
+        logger.warning("%s, so no response to them is right", counts)

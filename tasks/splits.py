@@ -11,12 +11,11 @@ logger = logging.getLogger(__name__)
 
 
 def split_parts(split: str) -> list[str]:
-    """Return the parts of an expression such as `fold0+fold1[:50%]`: splits and slices of splits."""
+    """Return the splits and slices of splits in an expression such as `fold0+fold1[:50%]`."""
     return [part.strip() for part in split.split("+")]
 
 
 def split_names(split: str) -> list[str]:
-    """Return the names of the splits in an expression, in order."""
     return [re.split(r"[\[(]", part, maxsplit=1)[0].strip() for part in split_parts(split)]
 
 
@@ -43,12 +42,7 @@ def unnamed_exemplar_split(task: Any) -> str | None:
 def warn_of_scored_splits(source: str, task: str, splits: Iterable[str], scored: Iterable[str], remedy: str) -> None:
     """Warn, in a line for each, of splits that a task scores and that a source of pruning has questions of.
 
-    Args:
-        source: what was computed from the questions, as the subject of the line.
-        task: name of the task.
-        splits: of the source's questions, or expressions of `tasks.data.load`.
-        scored: what `scored_splits` returns.
-        remedy: end of the line.
+    `splits` are those of the source's questions, or expressions of `tasks.data.load`; `scored` is of `scored_splits`.
     """
     for split in sorted({name for expression in splits for name in split_names(expression)} & {*scored}):
         logger.warning(

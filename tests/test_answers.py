@@ -6,14 +6,14 @@ import pytest
 from hypothesis import given, settings
 
 from lmeval_prune.tasks import scorers
-from tests.answers import BLIND, TARGETS, Case, cases, load, offending, rate, sample, show
+from tests.answers import BLIND, TARGETS, Case, cases, offending, rate, sample, show
 from tests.answers.combinations import MISREAD as MISREAD_COMBINATIONS
 from tests.answers.combinations import Combination, Misread, combinations
 from tests.answers.hostile import superlinear, texts
 
 # Cases of each part; what is not named counts whole.
 WHOLE = {"perturbed": 50_000, "wrappings": 900, "neighbours": 300, "equivalents": 600, "near_misses": 600}
-THINNED = WHOLE | {
+THINNED = {
     "standard": 2_000,
     "perturbed": 1_000,
     "wrappings": 300,
@@ -54,12 +54,7 @@ def test_a_defect_that_was_found_once(case: Case) -> None:
 # What is misread of them, by the line of its file and its class: the list is to become shorter.
 MISREAD = {
     "blind/first": {},
-    "blind/second": {
-        18: "spelled number",
-        20: "spelled unit dozen",
-        62: "chinese numerals",
-        75: "european decimal",
-    },
+    "blind/second": {18: "spelled number", 20: "spelled unit dozen", 62: "chinese numerals", 75: "european decimal"},
     "blind/third": {13: "spelled-out"},
     "blind/fourth": {12: "number word only", 13: "same value in two units", 164: "name repeated, cut off"},
     "blind/fifth": {96: "words only", 109: "chinese numerals"},
@@ -70,14 +65,6 @@ MISREAD = {
 def test_of_the_blind_texts_those_on_the_list_are_misread_and_no_other(name: str) -> None:
     wrong = offending(cases(name))
     assert {case.line: case.category for case in wrong} == MISREAD[name], show(wrong)
-
-
-@pytest.mark.parametrize("name", BLIND)
-def test_blind_sets_hold_as_many_traps_as_answers_and_name_each_misread_one(name: str) -> None:
-    lines = load(name)
-    assert 0.45 < sum(line["expected"] for line in lines) / len(lines) < 0.55
-    assert all(lines[number - 1]["class"] == category for number, category in MISREAD[name].items())
-    assert len({(line["form"], line["gold"]) for line in lines}) == len(lines)
 
 
 # --------------------------------------------------------------------------- combinations
@@ -97,18 +84,6 @@ def test_a_class_of_combinations_is_listed_as_misread_only_as_long_as_it_is(know
     )
 
 
-# --------------------------------------------------------------------------- the corpus itself
-
-
-@pytest.mark.parametrize("name", [name for name in TARGETS if name != "perturbed"])
-def test_every_form_is_filled(name: str) -> None:
-    for case in cases(name):
-        assert not any(
-            placeholder in case.text
-            for placeholder in ("{gold}", "{latex}", "{target}", "{other}", "{part}", "{sum}", "{value}")
-        )
-
-
 # --------------------------------------------------------------------------- hostile texts
 
 NUMBER, MATHEMATICS = {"target": "12"}, {"target": "x+1", "level": 1, "subject": "Algebra"}
@@ -122,12 +97,8 @@ SCORERS = {
 }
 HOSTILE = texts()
 PIECES_OF_A_MEGABYTE = ("0", " ", "\n", "\\", "$", "(", "\0", "\ud800", "\u202e", r"\boxed{", "answer is ", "####")
-LONGEST = [
-    *(f"run of {piece!a}" for piece in PIECES_OF_A_MEGABYTE),
-    "random pieces 1",
-    "random characters 1",
-    "random code points",
-]
+RANDOM = ("random pieces 1", "random characters 1", "random code points")
+LONGEST = [*(f"run of {piece!a}" for piece in PIECES_OF_A_MEGABYTE), *RANDOM]
 
 
 @pytest.mark.long
@@ -152,13 +123,3 @@ def test_a_megabyte_of_anything_is_scored(scorer: str, sizes: tuple[int, int]) -
 def test_fences_after_an_answer_and_its_solution_take_linear_time() -> None:
     text = HOSTILE[r"'12\nSolution: so' and '' with '~~~\n' between"]
     assert not superlinear(lambda response: scorers.number(NUMBER, [response]), text, (10_000, 40_000))
-
-
-def test_what_is_returned_for_a_hostile_text_has_the_usual_fields() -> None:
-    for text in HOSTILE.values():
-        scores = scorers.number(NUMBER, [text(500)])
-        assert (
-            scores["exact_match"] in (0, 1)
-            and scores["strict_match"] in (0, 1)
-            and isinstance(scores["extracted"], str)
-        )

@@ -55,18 +55,8 @@ def test_the_unmarked_gold_formulas_of_math500_are_never_torn_apart(shared_data:
     rows = [row for row in data.load("math500", "test", shared_data) if not readings(row["target"])]
     texts = [f"Therefore the value is ${row['target']}$." for row in rows]
     scores = [scorers.mathematics(row, [text]) for row, text in zip(rows, texts, strict=True)]
-    missed = [
-        (row["target"], *score.items()) for row, score in zip(rows, scores, strict=True) if score["exact_match"] != 1
-    ]
+    missed = [row["target"] for row, score in zip(rows, scores, strict=True) if score["exact_match"] != 1]
     assert len(rows) == 99 and not missed and all(score["how"] == "end" for score in scores)
-
-
-def test_a_neighbours_answer_scores_zero_unless_it_is_equal(shared_data: Path) -> None:
-    rows = data.load("math500", "test", shared_data).to_list()
-    pairs = [(row["target"], other["target"]) for row, other in itertools.pairwise(rows)]
-    equal = [(gold, answer) for gold, answer in pairs if same_mathematics(answer, gold)]
-    print(f"math500: equal neighbours {equal}")
-    assert all(gold.removeprefix("x=") == answer.removeprefix("x=") for gold, answer in equal)
 
 
 # --------------------------------------------------------------------------- many comparisons
@@ -119,6 +109,9 @@ def test_five_hundred_comparisons_come_to_an_end(step: int, shared_data: Path) -
         ("9**9**9", None), ("1/0", None), ("(" * 10**6, None), ("1+", None), ("a+b", None), ("f(3)", None), ("2**0.5", None),
         ("__import__('os')", None), ("1 if 2 else 3", None), ("True+1", None), ("'a'*3", None), ("1=2=3", None), ("", None),
         ("10**64*10**64*" * 20 + "1", None), ("9" * 401, None),
+        (".5+14.5", 15), (".5*30", 15), ("07+8", 15), ("7+08", 15), ("5⋅3", 15), ("5∗3", 15), ("5•3", 15), ("30:2", 15), ("5 apples * 3", 15),
+        ("5+10 (apples)", 15), ("5{\\times}3", 15), ("20 — 5", 15), ("\\[ 5 \\times 3 \\]", 15), ("**5 * 3**", 15), ("`5 * 3`", 15),
+        ("Answer: 5*3", 15), ("100+007", 107), ("1.05*100", 105), ("5 plus -3", None), ("5 apples", 5),
     ],
 )  # fmt: skip
 def test_expressions(text: str, value) -> None:
@@ -136,14 +129,11 @@ def test_what_computes_something(text: str, computes: bool) -> None:
 
 def test_a_number_copied_from_the_answer_is_no_equation() -> None:
     doc = {"target": "12", "formula": "3*4=12"}
-    assert [
-        scorers.equation(doc, [rf"\boxed{{{text}}}"])["exact_match"] for text in ("12", "x=12", "3*4", "2(6)=12")
-    ] == [0, 0, 1, 1]
+    answers = ("12", "x=12", "3*4", "2(6)=12")
+    assert [scorers.equation(doc, [rf"\boxed{{{text}}}"])["exact_match"] for text in answers] == [0, 0, 1, 1]
     assert scorers.equation(doc, ["The answer is 3*4=12."])["strict_match"] == 1
-    assert (
-        scorers.equation({"target": "12", "equation": "x=n0", "names": {"n0": "12"}}, [r"\boxed{12}"])["exact_match"]
-        == 1
-    )
+    copied = {"target": "12", "equation": "x=n0", "names": {"n0": "12"}}
+    assert scorers.equation(copied, [r"\boxed{12}"])["exact_match"] == 1
 
 
 @given(st.recursive(st.integers(0, 999).map(str), lambda inner: st.tuples(inner, st.sampled_from("+-*"), inner).map(lambda t: f"({t[0]}{t[1]}{t[2]})"), max_leaves=12))  # fmt: skip
@@ -184,28 +174,11 @@ def test_gold_equations_have_the_gold_value(shared_data: Path) -> None:
     assert all("r" in formula for formula in wrong) and len(wrong) == 28
 
 
-@pytest.mark.parametrize(
-    ("text", "value"),
-    [
-        (".5+14.5", 15), (".5*30", 15), ("07+8", 15), ("7+08", 15), ("5⋅3", 15), ("5∗3", 15), ("5•3", 15), ("30:2", 15), ("5 apples * 3", 15),
-        ("5+10 (apples)", 15), ("5{\\times}3", 15), ("20 — 5", 15), ("\\[ 5 \\times 3 \\]", 15), ("**5 * 3**", 15), ("`5 * 3`", 15),
-        ("Answer: 5*3", 15), ("100+007", 107), ("1.05*100", 105), ("5 plus -3", None), ("5 apples", 5),
-    ],
-)  # fmt: skip
-def test_expressions_as_they_are_written(text: str, value: int | None) -> None:
-    assert evaluate(text) == value
-
-
 def test_a_copied_fraction_is_no_expression(shared_data: Path) -> None:
     doc = {"equation": "x=n0/(n1+n2)", "names": {"n0": "3", "n1": "5", "n2": "7"}, "target": "1/4"}
     division = doc | {"equation": "x=n0/n1", "names": {"n0": "1", "n1": "4"}}
-    for answer, right, alone in (
-        (r"\frac{1}{4}", 0, 1),
-        ("3/(5+7)", 1, 1),
-        (r"\frac{n0}{n1+n2}", 1, 0),
-        ("0.25", 0, 0),
-        ("-(-1/4)", 0, 1),
-    ):
+    forms = (r"\frac{1}{4}", 0, 1), ("3/(5+7)", 1, 1), (r"\frac{n0}{n1+n2}", 1, 0), ("0.25", 0, 0), ("-(-1/4)", 0, 1)
+    for answer, right, alone in forms:
         response = [r"\boxed{" + answer + "}"]
         assert scorers.equation(doc, response)["exact_match"] == right, answer
         assert scorers.equation(division, response)["exact_match"] == alone, answer

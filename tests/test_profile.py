@@ -27,11 +27,9 @@ EVERYDAY |= {"mixtral", "granitemoe", "qwen2_moe", "qwen3_moe", "gpt_oss", "deep
     "family", [name if name in EVERYDAY else pytest.param(name, marks=pytest.mark.long) for name in ALL]
 )
 def test_the_formula_counts_what_torch_counts(family: str) -> None:
-    for model in (
-        tiny(family),
-        *([cut(tiny(family), Plan("L1H0-1", {"L0": "3-9"})).model] if family in ("llama", "phi3") else []),
-        *([cut(tiny(family), Plan(blocks="L1.attention")).model] if family in ("llama", "gpt2") else []),
-    ):
+    plans = [Plan("L1H0-1", {"L0": "3-9"})] if family in ("llama", "phi3") else []
+    plans += [Plan(blocks="L1.attention")] if family in ("llama", "gpt2") else []
+    for model in (tiny(family), *(cut(tiny(family), plan).model for plan in plans)):
         assert formula_flops(map_model(model), 24) == counted_flops(model, 24)
 
 
@@ -55,14 +53,6 @@ def test_parameters_and_flops_of_a_cut_llama_are_closed_formulas() -> None:
     products = sum(4 * tokens * tokens * h * width for h, _, _ in layers)
     flops = 2 * tokens * (weights + vocabulary * hidden) + products
     assert formula_flops(map_model(done.model), tokens) == flops == counted_flops(done.model, tokens)
-
-
-def test_speed_is_measured_in_turn() -> None:
-    models = {"a": tiny("llama"), "b": tiny("llama", seed=1), "c": tiny("bert")}
-    speeds = measure(models, Workload(prompt=6, new=2, batches=(1, 2), rounds=2))
-    assert list(speeds["a"]) == ["prefill_1", "decode_1", "prefill_2", "decode_2"]
-    assert list(speeds["c"]) == ["forward_1", "forward_2"]
-    assert all(speed > 0 for rates in speeds.values() for speed in rates.values())
 
 
 def test_whole_answers_are_timed_by_generate_and_by_the_engine() -> None:
@@ -152,7 +142,6 @@ def test_from_importance_to_profile(
     rows = json.loads((tmp_path / "profile" / "profile.json").read_text())["models"]
     assert rows[str(folder)]["parameters"] == parameters(loaded)[0] < rows[str(tiny_folder)]["parameters"]
     assert all(row["flops"] == row["flops_counted"] and row["peak_memory_mib"] > 0 for row in rows.values())
-    assert (tmp_path / "profile" / "profile.png").stat().st_size > 5000
 
 
 def test_a_profile_on_a_text_has_the_distance(
@@ -167,12 +156,8 @@ def test_a_profile_on_a_text_has_the_distance(
     rows = json.loads((tmp_path / "out" / "profile.json").read_text())["models"]
     assert "distance" not in rows[str(tiny_folder)]
     distance = rows[str(tmp_path / "cut")]["distance"]
-    assert (
-        run_command(
-            "distance", tiny_folder, "--checkpoint", tmp_path / "cut", "--text", text, "--output", tmp_path / "d.json"
-        )
-        == 0
-    )
+    compared = ("--checkpoint", tmp_path / "cut", "--text", text, "--output", tmp_path / "d.json")
+    assert run_command("distance", tiny_folder, *compared) == 0
     expected = json.loads((tmp_path / "d.json").read_text())["variants"][str(tmp_path / "cut")]
     assert distance["mean_kld"] > 0 and distance == {name: expected[name] for name in distance}
     table = (tmp_path / "out" / "profile.md").read_text()

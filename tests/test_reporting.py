@@ -43,20 +43,9 @@ def test_an_interval_of_what_is_not_known_and_of_one_question() -> None:
     assert (low[0], high[0]) == pytest.approx((0.025, 1.0)) and (low[1], high[1]) == (0, 1)
 
 
-AWKWARD = ['say "T = 0.6"', "a, b", "a|b", "two\nlines"]
-
-
-def test_any_name_survives_csv() -> None:
-    text = documents.csv(pd.DataFrame({"policy": AWKWARD, "n": [1, 2, 3, 4], "pass": [0.5, 1 / 3, 0, 1]}))
-    rows = list(csv.reader(io.StringIO(text)))
-    assert rows[0] == ["policy", "n", "pass"] and [row[0] for row in rows[1:]] == AWKWARD
-    assert rows[2][1:] == ["2", "0.333333"]
-
-
 def test_a_markdown_table_keeps_its_columns_and_digits() -> None:
-    shown = documents.markdown(
-        pd.DataFrame({"policy": ["a|b", "c"], "N": ["0.500", documents.bold("0.250")]}), ["policy"]
-    )
+    table = pd.DataFrame({"policy": ["a|b", "c"], "N": ["0.500", documents.bold("0.250")]})
+    shown = documents.markdown(table, ["policy"])
     header, rule, first, second = shown.splitlines()
     assert rule.replace("-", "") == "|:|:|" and header.split()[1::2] == ["policy", "N"]
     assert r"a\|b" in first and "0.500" in first and "**0.250**" in second
@@ -75,12 +64,13 @@ def test_significant_digits(value: float, text: str) -> None:
     assert documents.significant(value) == text
 
 
-def test_no_text_is_a_formula_in_csv() -> None:
+def test_any_name_survives_csv_and_none_is_a_formula() -> None:
     """Numbers stay what they are."""
-    text = documents.csv(pd.DataFrame({"=name": HOSTILE, "n": [-1, 2, 3, 4, 5, 6], "d": [-0.5, *[None] * 5]}))
-    rows = list(csv.reader(io.StringIO(text, newline="")))
-    assert rows[0] == ["'=name", "n", "d"] and [row[0] for row in rows[1:]] == [f"'{name}" for name in HOSTILE]
-    assert rows[1][1:] == ["-1", "-0.500000"]
+    names = ['say "T = 0.6"', "a, b", "a|b", "two\nlines", *HOSTILE]
+    table = {"=name": names, "n": [-1, *range(1, len(names))], "d": [-0.5, 1 / 3, *[None] * (len(names) - 2)]}
+    rows = list(csv.reader(io.StringIO(documents.csv(pd.DataFrame(table)), newline="")))
+    assert rows[0] == ["'=name", "n", "d"] and [row[0] for row in rows[1:]] == [*names[:4], *(f"'{x}" for x in HOSTILE)]
+    assert rows[1][1:] == ["-1", "-0.500000"] and rows[2][1:] == ["1", "0.333333"]
     assert documents.csv(pd.DataFrame({"a": ["\r=1"]})).startswith('a\n"\'\n=1"')
 
 
@@ -97,9 +87,7 @@ def test_no_text_is_a_formula_in_csv() -> None:
     ],
 )
 def test_names_of_others_are_shown_in_markdown_not_read(text: str, shown: str, tmp_path: Path) -> None:
-    assert (
-        documents.escape_markdown(text) == shown and documents.escape_markdown(documents.escape_markdown(text)) == shown
-    )
+    assert documents.escape_markdown(text) == shown == documents.escape_markdown(documents.escape_markdown(text))
     assert shown in documents.markdown(pd.DataFrame({text: [text]}), [text]).splitlines()[0]
     assert shown in documents.markdown(pd.DataFrame({"a": [documents.bold(text)]}), ["a"])
     (tmp_path / "x.md.jinja").write_text("{{ a }}\n")

@@ -53,6 +53,12 @@ def gsm8k(shared_data: Path) -> dict:
     return {"dataset_kwargs": {"data_files": files}}
 
 
+def of_kind(kind: str, task: str) -> str:
+    config = CONFIG.replace("my_gsm8k", "mine").replace("task: gsm8k", f"task: {task}")
+    config = config.replace("{function: prune_answer}", f"{{function: prune_answer, kind: {kind}, gold: answer}}")
+    return config.replace("{metric: prune_equal,", f"{{metric: prune_equal, kind: {kind},")
+
+
 def gold(request) -> str:
     return request.doc["answer"].rpartition("####")[2].strip()
 
@@ -88,21 +94,13 @@ def test_pass_and_majority_over_the_repeats_of_gsm8k(shared_data: Path, tmp_path
 
 
 def test_minerva_math_of_lm_eval_by_our_equality(shared_data: Path, tmp_path: Path) -> None:
-    config = CONFIG.replace("my_gsm8k", "my_math").replace(
-        "task: gsm8k", "task: minerva_math500\n    process_results: null"
-    )
-    config = config.replace("{function: prune_answer}", "{function: prune_answer, kind: mathematics, gold: answer}")
-    config = config.replace("{metric: prune_equal,", "{metric: prune_equal, kind: mathematics,")
+    config = of_kind("mathematics", "minerva_math500\n    process_results: null")
     rows = [line for line in (shared_data / "math500_test.jsonl").read_text().splitlines() if r"\\frac" in line][:6]
     (tmp_path / "math.jsonl").write_text("\n".join(rows))
 
     def script(request, tries: int) -> str:
-        answer = request.doc["answer"]
-        return (
-            f"Hence the answer is ${answer.replace('frac', 'dfrac')}$."
-            if request.doc_id % 2
-            else "It is $\\sqrt[7]{91}$."
-        )
+        answer = request.doc["answer"].replace("frac", "dfrac")
+        return f"Hence the answer is ${answer}$." if request.doc_id % 2 else "It is $\\sqrt[7]{91}$."
 
     data = {"dataset_kwargs": {"data_files": {"test": str(tmp_path / "math.jsonl")}}}
     scores = evaluate(tmp_path, config, data, script, "minerva_math")
@@ -114,9 +112,7 @@ def test_gpqa_of_lm_eval_by_the_letters_of_choices(tmp_path: Path) -> None:
     wrong = {f"Incorrect Answer {number}": f"wrong {number}" for number in (1, 2, 3)}
     rows = [{"Question": f"Question {number}?", "Correct Answer": "right", **wrong} for number in range(6)]
     (tmp_path / "gpqa.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    config = CONFIG.replace("my_gsm8k", "my_gpqa").replace("task: gsm8k", "task: gpqa_main_generative_n_shot")
-    config = config.replace("{function: prune_answer}", "{function: prune_answer, kind: text, gold: answer}")
-    config = config.replace("{metric: prune_equal,", "{metric: prune_equal, kind: text,")
+    config = of_kind("text", "gpqa_main_generative_n_shot")
     forms = (
         "The answer is {0}.",
         "So the correct choice is {1}.",

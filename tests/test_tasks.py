@@ -1,10 +1,9 @@
 """Data loading, task YAMLs and their results functions."""
 
-import importlib.util
+import importlib
 import itertools
 import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -19,18 +18,10 @@ from lmeval_prune.tasks.loading import code_digest, load_task, load_tasks
 from tests.conftest import ROOT, task_manager
 
 SIZES = {
-    ("gsm8k", "train"): 7473,
-    ("gsm8k", "test"): 1319,
-    ("math500", "test"): 500,
-    ("asdiv", "test"): 2305,
-    ("asdiv_a", "all"): 1218,
-    ("math23k", "train"): 22160,
-    ("math23k", "test"): 1000,
-    ("tiny_words", "test"): 24,
-    ("tiny_choice", "test"): 24,
-    ("tiny_cloze", "train"): 114,
-    ("tiny_cloze", "test"): 113,
-}
+    ("gsm8k", "train"): 7473, ("gsm8k", "test"): 1319, ("math500", "test"): 500, ("asdiv", "test"): 2305, ("asdiv_a", "all"): 1218,
+    ("math23k", "train"): 22160, ("math23k", "test"): 1000, ("tiny_words", "test"): 24, ("tiny_choice", "test"): 24,
+    ("tiny_cloze", "train"): 114, ("tiny_cloze", "test"): 113,
+}  # fmt: skip
 
 
 def folder_of(name: str, request: pytest.FixtureRequest) -> Path | None:
@@ -38,11 +29,11 @@ def folder_of(name: str, request: pytest.FixtureRequest) -> Path | None:
     return None if name.startswith("tiny") else request.getfixturevalue("shared_data")
 
 
-@pytest.mark.parametrize(("name", "split"), SIZES)
-def test_sizes_and_fields(name: str, split: str, request: pytest.FixtureRequest) -> None:
-    rows = data.load(name, split, folder_of(name, request)).to_list()
-    assert len(rows) == SIZES[name, split]
-    assert all(row["question"].strip() and str(row.get("target", "x")).strip() for row in rows)
+def test_sizes_and_fields(request: pytest.FixtureRequest) -> None:
+    for (name, split), size in SIZES.items():
+        rows = data.load(name, split, folder_of(name, request)).to_list()
+        assert len(rows) == size, name
+        assert all(row["question"].strip() and str(row.get("target", "x")).strip() for row in rows)
 
 
 def test_metadata_that_would_be_passed_over_or_leak_is_refused() -> None:
@@ -131,14 +122,10 @@ def test_every_task_loads_and_builds_a_prompt(shared_data: Path) -> None:
 @pytest.mark.parametrize(
     ("response", "target", "answer", "right"),
     [
-        (" Rome, which is", "Rome", "Rome", 1),
-        ("\nrome", "Rome", "rome", 1),
-        (" Romeo", "Rome", "Romeo", 0),
-        (" New York City", "New York", "New York", 1),
-        (" the Rome", "Rome", "the", 0),
-        (" ...", "Rome", "", 0),
+        (" Rome, which is", "Rome", "Rome", 1), ("\nrome", "Rome", "rome", 1), (" Romeo", "Rome", "Romeo", 0),
+        (" New York City", "New York", "New York", 1), (" the Rome", "Rome", "the", 0), (" ...", "Rome", "", 0),
     ],
-)
+)  # fmt: skip
 def test_a_sentence_is_completed_by_its_first_words(response: str, target: str, answer: str, right: int) -> None:
     scores = scorers.ending({"target": target}, [response])
     assert (scores["extracted"], scores["exact_match"]) == (answer, right)
@@ -179,26 +166,16 @@ def test_commands_take_a_folder_of_ones_own_tasks(
     assert main(words) == 2
     assert "there is no task prune_mine " in capsys.readouterr().err
     grid = tmp_path / "grid.yaml"
-    grid.write_text(
-        json.dumps(
-            {
-                "model": {"pretrained": str(tiny_folder)},
-                "variants": {"dense": None},
-                "tasks": [{"task": "prune_mine", "limit": 1}],
-                "measure": False,
-                "gen_kwargs": {"max_gen_toks": 2},
-            }
-        )
-    )
+    tasks = {"tasks": [{"task": "prune_mine", "limit": 1}], "measure": False, "gen_kwargs": {"max_gen_toks": 2}}
+    grid.write_text(json.dumps({"model": {"pretrained": str(tiny_folder)}, "variants": {"dense": None}} | tasks))
     assert main(["grid", "run", str(grid), "--output", str(tmp_path / "grid"), "--include_path", str(own)]) == 0
     assert f"--include_path {own} " in GridFolder(tmp_path / "grid").read()["cells"][0]["command"]
 
 
 def test_one_task_is_wanted_and_a_group_is_named() -> None:
     manager = task_manager()
-    assert {"prune_tiny_choice", "prune_tiny_words"} == {
-        name.rpartition("::")[2] for name in load_tasks(manager, ["prune_tiny"])
-    }
+    names = {name.rpartition("::")[2] for name in load_tasks(manager, ["prune_tiny"])}
+    assert names == {"prune_tiny_choice", "prune_tiny_words"}
     assert load_task(manager, "prune_tiny_choice").config.task == "prune_tiny_choice"
     with pytest.raises(InputError, match=r"prune_tiny is a group of tasks; name one of them: .*prune_tiny_choice"):
         load_task(manager, "prune_tiny")
@@ -224,9 +201,8 @@ def test_lm_evals_index_is_read_only_where_a_name_needs_it(tmp_path: Path, monke
     registration.register()
     for manager in (loading.task_manager({"data_dir": "x"}), TaskManager(metadata={"data_dir": "x"})):
         assert manager.metadata == {"data_dir": "x"}
-        assert {"prune_tiny_words", "own"} <= {
-            task.config.task for task in load_tasks(manager, ["prune_tiny", str(own)]).values()
-        }
+        loaded = load_tasks(manager, ["prune_tiny", str(own)]).values()
+        assert {"prune_tiny_words", "own"} <= {task.config.task for task in loaded}
         assert manager.match_tasks(["prune_tiny_words", "prune_tiny"]) == ["prune_tiny", "prune_tiny_words"]
         for name in ("gsm8k", "prune_commonsense", "prune_tinny"):
             with pytest.raises(InputError, match=rf"{name} cannot be loaded \(IndexRead"):
@@ -243,27 +219,17 @@ def test_lm_evals_index_is_read_only_where_a_name_needs_it(tmp_path: Path, monke
             load_tasks(manager, [str(group)])
 
 
-def _module(path: Path) -> Any:
-    specification = importlib.util.spec_from_file_location(path.stem, path)
-    assert specification and specification.loader
-    module = importlib.util.module_from_spec(specification)
-    specification.loader.exec_module(module)
-    return module
-
-
 def test_a_tasks_code_is_the_files_beside_it_and_this_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """So answers that were scored by other code are not taken from a grid's store."""
     (tmp_path / "judging.py").write_text("def judge(): ...\n")
     (tmp_path / "task.yaml").write_text("task: mine\n")
-    judge, own = _module(tmp_path / "judging.py").judge, tmp_path / "own"
+    monkeypatch.syspath_prepend(tmp_path)
+    judge, own = importlib.import_module("judging").judge, tmp_path / "own"
     (own / "words").mkdir(parents=True)
     monkeypatch.setattr(loading, "_OWN", [own])
     digests = [code_digest(None, {"process_results": judge})]
-    for file, text in (
-        ("task.yaml", "task: yours\n"),
-        ("judging.py", "import lmeval_prune\n"),
-        ("own/words/en.yaml", ""),
-    ):
+    changes = {"task.yaml": "task: yours\n", "judging.py": "import lmeval_prune\n", "own/words/en.yaml": ""}
+    for file, text in changes.items():
         (tmp_path / file).write_text(text)
         digests.append(code_digest(None, {"process_results": judge}))
     assert len({*digests}) == 4

@@ -28,20 +28,14 @@ def workers() -> list[psutil.Process]:
     return processes
 
 
-def seconds_of(process: psutil.Process) -> float:
-    """Processor time that it has used."""
-    return sum(process.cpu_times()[:2])
-
-
 def wait_for_a_comparison(processes: list[psutil.Process]) -> None:
     """Wait until one of these, which were idle, is in the middle of a long comparison, however slow the machine is."""
-    before = {process: seconds_of(process) for process in processes}
-    while not any(seconds_of(process) > used + 0.2 for process, used in before.items()):
+    before = {process: sum(process.cpu_times()[:2]) for process in processes}
+    while not any(sum(process.cpu_times()[:2]) > used + 0.2 for process, used in before.items()):
         time.sleep(0.02)
 
 
 def waits(thread: int) -> bool:
-    """Whether a thread of this process is waiting for something."""
     frame, functions = sys._current_frames().get(thread), []
     while frame:
         functions.append(frame.f_code)
@@ -64,6 +58,10 @@ def meanwhile(action: Callable[[], object]) -> threading.Thread:
     return thread
 
 
+def verify(verifier: Verifier, *pair: str) -> str:
+    return verifier.verify_many([pair])[0]
+
+
 @pytest.fixture
 def verifier() -> Iterator[Verifier]:
     """Start one worker, which alone is a child of this process."""
@@ -75,12 +73,12 @@ def verifier() -> Iterator[Verifier]:
 
 
 def test_a_hanging_comparison_is_stopped_and_the_pool_goes_on(verifier: Verifier) -> None:
-    assert verifier.verify("x^2-1", "(x-1)(x+1)") == "equal"
+    assert verify(verifier, "x^2-1", "(x-1)(x+1)") == "equal"
     (before,) = workers()
     verifier.seconds = 3.0  # enough for the one that ends, on a machine that is busy
     assert verifier.verify_many([HANGING, ("2x", "x+x")]) == ["timeout", "equal"]
     verifier.seconds = 20.0
-    assert verifier.verify("2x", "x+y") == "different" and not before.is_running()
+    assert verify(verifier, "2x", "x+y") == "different" and not before.is_running()
 
 
 def test_a_part_of_what_is_no_whole_formula_is_not_compared(verifier: Verifier) -> None:
@@ -92,16 +90,16 @@ def test_a_part_of_what_is_no_whole_formula_is_not_compared(verifier: Verifier) 
 
 def test_a_worker_that_dies_is_replaced(verifier: Verifier) -> None:
     """In the middle of a comparison, which is then asked again; and while it waits."""
-    assert verifier.verify("2x", "x+x") == "equal"
+    assert verify(verifier, "2x", "x+x") == "equal"
     verifier.seconds = 3.0
     (worker,) = workers()
     killer = meanwhile(worker.kill)
     assert verifier.verify_many([HANGING, ("2x", "x+x")]) == ["timeout", "equal"]
     killer.join()
     verifier.seconds = 20.0
-    assert verifier.verify("3x", "2x+x") == "equal"
+    assert verify(verifier, "3x", "2x+x") == "equal"
     workers()[0].kill()
-    assert verifier.verify("2x", "x+x") == "equal"
+    assert verify(verifier, "2x", "x+x") == "equal"
 
 
 def test_what_dies_twice_is_a_crash(verifier: Verifier, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,19 +114,15 @@ def test_what_dies_twice_is_a_crash(verifier: Verifier, monkeypatch: pytest.Monk
     assert calls == [[("bomb", "x"), ("2x", "x+x")]] * 2
 
 
-def test_many_comparisons_keep_their_order() -> None:
-    pairs = [(f"x+{i}", f"{i}+x" if i % 3 else f"{i + 1}+x") for i in range(30)]
-    assert shared().verify_many(pairs) == ["equal" if i % 3 else "different" for i in range(30)]
-
-
 def test_an_interrupted_comparison_does_not_shift_the_verdicts(verifier: Verifier) -> None:
-    assert verifier.verify("2x", "x+x") == "equal"
+    pairs = [(f"x+{i}", f"{i}+x" if i % 3 else f"{i + 1}+x") for i in range(30)]
+    assert verifier.verify_many(pairs) == ["equal" if i % 3 else "different" for i in range(30)]  # in their order
     main = threading.main_thread().ident
     with pytest.raises(KeyboardInterrupt):
         meanwhile(lambda: signal.pthread_kill(main, signal.SIGINT))
         verifier.verify_many([HANGING, *[("x+1", "1+x")] * 2000])
     assert workers() == []
-    assert verifier.verify("x", "y") == "different"
+    assert verify(verifier, "x", "y") == "different"
 
 
 # --------------------------------------------------------------------------- the programs that start them
@@ -170,7 +164,7 @@ def test_a_program_without_a_guard_runs_once_and_leaves_nothing(way: str, tmp_pa
 def test_a_program_that_is_killed_leaves_nothing(number: int, tmp_path: Path) -> None:
     """One worker waits; the other's comparison would go on for ever."""
     (tmp_path / "program.py").write_text(
-        PROGRAM.format(verifier="Verifier(2, seconds=4.0)", then=f"verifier.verify(*{HANGING})")
+        PROGRAM.format(verifier="Verifier(2, seconds=4.0)", then=f"verifier.verify_many([{HANGING}])")
     )
     program = subprocess.Popen(
         [sys.executable, "program.py"], stdout=subprocess.PIPE, text=True, cwd=tmp_path, start_new_session=True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import itertools
 import json
 import sys
 import time
@@ -103,7 +104,6 @@ def run(pretrained: str, folder: Path) -> dict[str, Any]:
 
 
 def encode(tokenizer: Any, text: str) -> tuple[int, ...]:
-    """Return the token ids of a text without special tokens."""
     return tuple(tokenizer.encode(text, add_special_tokens=False))
 
 
@@ -145,10 +145,10 @@ def accuracies(
 
 def answers(engine: Engine, tokenizer: Any, masks: Masks) -> dict[str, Any]:
     """Answer questions under all masks by the engine, and by `generate` one mask at a time, and compare the texts."""
-    questions = data.load(QUESTIONS, "test")["question"][:PROMPTS]
-    turns = [[{"role": "user", "content": question}] for question in questions]
-    chat = {"add_generation_prompt": True, "tokenize": False}
-    asked = tokenizer.apply_chat_template(turns, **chat) if tokenizer.chat_template else questions
+    asked = questions = data.load(QUESTIONS, "test")["question"][:PROMPTS]
+    if tokenizer.chat_template:
+        turns = [[{"role": "user", "content": question}] for question in questions]
+        asked = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
     prompts = [encode(tokenizer, text) for text in asked]
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     batch = tokenizer.pad({"input_ids": [[*ids] for ids in prompts]}, padding_side="left", return_tensors="pt")
@@ -194,17 +194,17 @@ def cut_quarter(
 ) -> dict[str, Any]:
     """Cut a quarter of the parameters of heads and channels, and measure the smaller checkpoint."""
     plan = [*stages(make_pruner("flap", {}), engine.model_map, PruneOptions(ratio=CUT, parts="both"), text)][-1]
-    cut = cut_to(folder, engine.model, plan, tokenizer)
+    sizes = cut_to(folder, engine.model, plan, tokenizer).manifest["stages"][-1]["parameters"]
     smaller = load_pretrained(folder, dtype=torch.float32)
-    ids = torch.full((BATCH, 32), encode(tokenizer, "the")[0])
-    for model in (engine.model, smaller):
-        generate_rate(model, ids, 2)  # what is slow only once
-    sizes = cut.manifest["stages"][-1]["parameters"]
+    models, ids = (engine.model, smaller), torch.full((BATCH, 32), encode(tokenizer, "the")[0])
+    _, rates = [
+        [generate_rate(model, ids, new) for model in models] for new in (2, NEW_TOKENS)
+    ]  # first what is slow once
     return {
         "removed": CUT,
         "batch": BATCH,
         "parameters": [sizes["before"][0], sizes["after"][0]],
-        "tokens_per_second": [generate_rate(model, ids, NEW_TOKENS) for model in (engine.model, smaller)],
+        "tokens_per_second": rates,
         "accuracy": accuracies(Engine(smaller, tokenizer), tokenizer, {"cut": None}, problems)["cut"],
     }
 
@@ -227,13 +227,12 @@ def curves(results: Mapping[str, Any]) -> pd.DataFrame:
         return distance[key], distance.get(f"{key}_se") or 0.0
 
     rows = []
-    for quantity in QUANTITIES:
-        for share in (0.0, *results["shares"]):
-            least, *drawn = [ranked_name(share), *(drawn_name(share, draw) for draw in range(results["draws"]))]
-            value, error = measured(quantity, least if share else "dense")
-            draws = [measured(quantity, name if share else "dense")[0] for name in drawn]
-            rows.append((quantity, "least", share, value, value - error, value + error))
-            rows.append((quantity, "random", share, sum(draws) / len(draws), min(draws), max(draws)))
+    for quantity, share in itertools.product(QUANTITIES, (0.0, *results["shares"])):
+        value, error = measured(quantity, ranked_name(share) if share else "dense")
+        names = [drawn_name(share, draw) if share else "dense" for draw in range(results["draws"])]
+        draws = [measured(quantity, name)[0] for name in names]
+        rows.append((quantity, "least", share, value, value - error, value + error))
+        rows.append((quantity, "random", share, sum(draws) / len(draws), min(draws), max(draws)))
     return pd.DataFrame(rows, columns=["quantity", "heads", "share", "value", "low", "high"])
 
 
@@ -257,7 +256,11 @@ def summary(results: Mapping[str, Any]) -> str:
 
 def write_page(results: Mapping[str, Any], path: Path) -> None:
     """Write the page, one self-contained HTML file without scripts, and its figures beside it."""
-    points, titles = curves(results), {}
+
+    def image(stem: str) -> str:
+        return f"data:image/svg+xml;base64,{base64.b64encode(path.with_name(f'{stem}.svg').read_bytes()).decode()}"
+
+    points, images = curves(results), {}
     for (quantity, (title, form)), stem in zip(QUANTITIES.items(), ("kl", "same_top", "solved"), strict=True):
         canvas, axes = figure(4, 3, title)
         lines = points[points["quantity"] == quantity].groupby("heads")
@@ -270,19 +273,9 @@ def write_page(results: Mapping[str, Any], path: Path) -> None:
         axes.set_xlabel("heads pruned")
         axes.legend(frameon=False)
         save(canvas, path.with_name(stem))
-        titles[title] = path.with_name(f"{stem}.svg")
+        images[title] = image(stem)
     scores = {key.partition(".")[2]: values for key, values in results["scores"].items()}
     draw_scores(scores, f"norm + entropy, {results['model']}", path.with_name("heads"))
-
-    def image(file: Path) -> str:
-        return f"data:image/svg+xml;base64,{base64.b64encode(file.read_bytes()).decode()}"
-
-    page = render(
-        _HERE / "page.html.jinja",
-        results=results,
-        figures={title: image(file) for title, file in titles.items()},
-        heads=image(path.with_name("heads.svg")),
-        least=results["masks"][ranked_name(results["shares"][0])],
-        summary=Markup(MarkdownIt("commonmark", {"html": False}).enable("table").render(summary(results))),
-    )
-    write_text(path, page)
+    text = Markup(MarkdownIt("commonmark", {"html": False}).enable("table").render(summary(results)))
+    shown = {"figures": images, "heads": image("heads"), "least": results["masks"][ranked_name(results["shares"][0])]}
+    write_text(path, render(_HERE / "page.html.jinja", results=results, summary=text, **shown))

@@ -71,7 +71,6 @@ def formula_flops(model_map: ModelMap, tokens: int) -> int | None:
 
 
 def counted_flops(model: Any, tokens: int) -> int:
-    """Return the FLOPs of a forward pass over one prompt, counted by torch."""
     inputs = random_inputs(model, 1, tokens)
     return flops_of(lambda: model(**inputs))
 

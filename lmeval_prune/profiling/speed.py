@@ -1,7 +1,8 @@
-"""Measure models: speed in alternation, the peak memory of each in a separate process; as JSON, table and bar plot."""
+"""Measure models: speed in alternation, the peak memory of each in a separate process; as JSON and a table."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import multiprocessing
 import platform
@@ -10,9 +11,10 @@ import resource
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -46,10 +48,7 @@ class Workload:
 
 
 def measure(
-    models: Mapping[str, Any],
-    work: Workload,
-    progress: Callable[[str], None] = lambda _: None,
-    answerers: Answerers = MappingProxyType({}),
+    models: Mapping[str, Any], work: Workload, answerers: Answerers = MappingProxyType({})
 ) -> dict[str, dict[str, float]]:
     """Return the median tokens per second of models over rounds, in each of which they are timed one after the other.
 
@@ -57,20 +56,15 @@ def measure(
         By model, then by pass and batch size: `prefill_1`, `decode_1` for causal models, `forward_1` for others; and
         new tokens per second of whole answers by the names of `answerers`, `generate_1`.
     """
-    rates: dict[str, dict[str, list[float]]] = {name: {} for name in models}
     for model in models.values():
         _time(model, work, min(work.batches), 2, answerers)  # warm up
-
-    for number in range(work.rounds):
-        for batch in work.batches:
-            for name, model in models.items():
-                progress(f"round {number + 1} of {work.rounds}, batch {batch}: {name}")
-                for kind, rate in _time(model, work, batch, work.new, answerers).items():
-                    rates[name].setdefault(f"{kind}_{batch}", []).append(rate)
-    return {
-        name: {kind: round(statistics.median(values), 2) for kind, values in kinds.items()}
-        for name, kinds in rates.items()
-    }
+    rates: dict[str, dict[str, list[float]]] = {name: {} for name in models}
+    for number, batch in itertools.product(range(work.rounds), work.batches):
+        for name, model in models.items():
+            _show_progress(f"round {number + 1} of {work.rounds}, batch {batch}: {name}")
+            for kind, rate in _time(model, work, batch, work.new, answerers).items():
+                rates[name].setdefault(f"{kind}_{batch}", []).append(rate)
+    return {name: {kind: round(statistics.median(x), 2) for kind, x in kinds.items()} for name, kinds in rates.items()}
 
 
 def peak_memory(folder: str, work: Workload, device: Any = "cpu") -> float:
@@ -80,8 +74,7 @@ def peak_memory(folder: str, work: Workload, device: Any = "cpu") -> float:
         torch.cuda.reset_peak_memory_stats(device)
         _time(model, work, max(work.batches), work.new)
         return torch.cuda.max_memory_allocated(device) / 2**20
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, context) as pool:
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
         return pool.submit(_peak_memory, folder, work, torch.get_num_threads()).result()
 
 
@@ -120,12 +113,7 @@ def _time(
 def decoding_rates(model: Any, ids: torch.Tensor, new: int, clock: str = "wall", **forward: Any) -> dict[str, float]:
     """Return the tokens per second of a causal model in reading prompts (`prefill`) and in decoding (`decode`).
 
-    Args:
-        model: a stock model, with any interventions applied.
-        ids: prompts, shape (batch, tokens).
-        new: tokens to decode.
-        clock: as in `Workload`.
-        forward: further arguments of the forward pass over the prompts.
+    `ids` has the shape (batch, tokens); `forward` are further arguments of the forward pass over the prompts.
     """
     with torch.no_grad():
         out, prefill = _run_timed(lambda: model(ids, use_cache=True, **forward), ids.device, clock)
@@ -142,12 +130,9 @@ def decoding_rates(model: Any, ids: torch.Tensor, new: int, clock: str = "wall",
 def generate_rate(model: Any, ids: torch.Tensor, new: int, clock: str = "wall") -> float:
     """Return the new tokens per second of transformers' `generate`, greedy, with prompts (batch, tokens) and no end."""
     # `eos_token_id=None` would be filled in from the model's generation config
-    settings: dict[str, Any] = {"min_new_tokens": new, "max_new_tokens": new, "do_sample": False, "pad_token_id": 0}
-    config = GenerationConfig(**settings)
-    mask = torch.ones_like(ids)
-    _, seconds = _run_timed(
-        lambda: model.generate(ids, attention_mask=mask, generation_config=config), ids.device, clock
-    )
+    config = GenerationConfig(min_new_tokens=new, max_new_tokens=new, do_sample=False, pad_token_id=0)
+    generate = partial(model.generate, ids, attention_mask=torch.ones_like(ids), generation_config=config)
+    _, seconds = _run_timed(generate, ids.device, clock)
     return len(ids) * new / seconds
 
 
@@ -158,12 +143,8 @@ def environment(device: Any, threads: int) -> dict[str, Any]:
         name = torch.cuda.get_device_name(device)
     elif facts.is_file() and (found := re.search(r"model name\s*: (.*)", facts.read_text(errors="replace"))):
         name = found[1]
-    return {
-        "device": f"{device.type}: {name}",
-        "threads": threads,
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-    }
+    versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+    return {"device": f"{device.type}: {name}", "threads": threads, **versions}
 
 
 def _run_timed(function: Callable[[], Any], device: torch.device, clock: str) -> tuple[Any, float]:
@@ -196,7 +177,7 @@ def measure_models(
         flops, counted = formula_flops(map_model(model), work.prompt), counted_flops(model, work.prompt)
         rows[name] = {"parameters": total, "without_embeddings": without_embeddings, "tokens": work.prompt}
         rows[name] |= {"flops": flops, "flops_counted": counted}
-    speeds = measure(models, work, _show_progress, answerers)
+    speeds = measure(models, work, answerers)
     _show_progress("")
     return {name: {**row, **speeds[name], "peak_memory_mib": memory[name]} for name, row in rows.items()}
 
@@ -206,18 +187,14 @@ def _show_progress(line: str) -> None:
 
 
 def write(
-    folder: Path,
-    rows: dict[str, dict[str, Any]],
-    settings: dict[str, Any],
-    distances: Mapping[str, Mapping[str, str]],
+    folder: Path, rows: dict[str, dict[str, Any]], settings: dict[str, Any], distances: Mapping[str, Mapping[str, str]]
 ) -> None:
     """Write and print the measured values; `distances` are further lines of the table, by model."""
     text = table(rows, distances)
     origin = {"created_by": CREATED_BY, **settings, "dtype": "as in each checkpoint"}
     write_text(folder / "profile.json", json.dumps({**origin, "models": rows}, indent=1) + "\n")
     write_text(folder / "profile.md", text)
-    _draw_bars(rows, folder / "profile")
-    print(f"{text}\n{folder}/profile.json, .md, .png")
+    print(f"{text}\n{folder}/profile.json, .md")
 
 
 def table(rows: Mapping[str, Mapping[str, Any]], further: Mapping[str, Mapping[str, str]]) -> str:
@@ -225,9 +202,20 @@ def table(rows: Mapping[str, Mapping[str, Any]], further: Mapping[str, Mapping[s
 
     `further` are formatted values by model and line, which models may lack.
     """
+    shown = {  # label, digits and unit of each value
+        "parameters": ("parameters (millions)", 2, 1e6),
+        "without_embeddings": ("without embeddings (millions)", 2, 1e6),
+        "flops_counted": ("GFLOPs of a prompt", 3, 1e9),
+    }
+    answered = {"generate": "answers by generate", "engine": "answers by the engine"}
+    for key in dict.fromkeys(key for row in rows.values() for key in row):
+        kind, _, batch = key.partition("_")
+        if kind in ("prefill", "decode", "forward", *answered):
+            shown[key] = (f"{answered.get(kind, kind)}, batch {batch} (tokens/s)", 1, 1.0)
+    shown["peak_memory_mib"] = ("peak memory (MiB)", 1, 1)
     first, *_ = rows.values()
     lines = []
-    for key, (label, digits, unit) in _lines(rows).items():
+    for key, (label, digits, unit) in shown.items():
         cells = []
         for row in rows.values():
             value = row.get(key)
@@ -237,52 +225,6 @@ def table(rows: Mapping[str, Mapping[str, Any]], further: Mapping[str, Mapping[s
         lines.append([label, *cells])
     for label in dict.fromkeys(label for values in further.values() for label in values):
         lines.append([label, *(further.get(name, {}).get(label, "") for name in rows)])
-    return markdown(pd.DataFrame(lines, columns=["", *_short(rows)]), [""]) + "\n"
-
-
-def _lines(rows: Mapping[str, Mapping[str, Any]]) -> dict[str, tuple[str, int, float]]:
-    """Return label, digits and unit of each value that is shown."""
-    labels = {"generate": "answers by generate", "engine": "answers by the engine"}
-    speeds = {}
-    for key in dict.fromkeys(key for row in rows.values() for key in row):
-        kind, _, batch = key.partition("_")
-        if kind in ("prefill", "decode", "forward", *labels):
-            speeds[key] = (f"{labels.get(kind, kind)}, batch {batch} (tokens/s)", 1, 1.0)
-    return {
-        "parameters": ("parameters (millions)", 2, 1e6),
-        "without_embeddings": ("without embeddings (millions)", 2, 1e6),
-        "flops_counted": ("GFLOPs of a prompt", 3, 1e9),
-        **speeds,
-        "peak_memory_mib": ("peak memory (MiB)", 1, 1),
-    }
-
-
-def _draw_bars(rows: Mapping[str, Mapping[str, Any]], stem: Path) -> None:
-    """Draw each value relative to the first model's as bars."""
-    from lmeval_prune.reporting.plot_style import COLOURS, figure, save  # matplotlib is slow to import
-
-    names, labels, first = list(rows), _short(rows), next(iter(rows.values()))
-    lines = {key: label for key, (label, *_) in _lines(rows).items() if first.get(key)}
-    canvas, axes = figure(7.5, 0.9 + 0.55 * len(lines), f"relative to {labels[0]}")
-    height = 0.8 / max(1, len(names) - 1)
-    for number, (name, label) in enumerate([*zip(names, labels, strict=True)][len(names) > 1 :]):
-        ratios = [rows[name].get(key, 0) / first[key] for key in lines]
-        offset = (number - (len(names) - 2) / 2) * height
-        positions = [position + offset for position in range(len(lines))]
-        axes.barh(positions, ratios, height * 0.9, color=COLOURS[number % len(COLOURS)], label=label)
-    axes.axvline(1, color="black", lw=0.8, ls=":")
-    axes.set_yticks(range(len(lines)), list(lines.values()))
-    axes.invert_yaxis()
-    axes.legend(fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
-    save(canvas, stem)
-
-
-def _short(names: Iterable[str]) -> list[str]:
-    """Return the last part of each model's name, or as many as tell it from the others."""
-    paths = [Path(name).parts for name in names]
-
-    def is_alone(path: tuple[str, ...], count: int) -> bool:
-        return sum(other[-count:] == path[-count:] for other in paths) == 1
-
-    counts = [next((n for n in range(1, len(path)) if is_alone(path, n)), len(path)) for path in paths]
-    return [str(Path(*path[-count:])) for path, count in zip(paths, counts, strict=True)]
+    names = [Path(name).name for name in rows]
+    names = names if len({*names}) == len(names) else [*rows]
+    return markdown(pd.DataFrame(lines, columns=["", *names]), [""]) + "\n"

@@ -51,13 +51,12 @@ def render(template: Path, **values: Any) -> str:
 
 @dataclass(frozen=True)
 class Bold:
-    """A bold text."""
+    """A bold text; no `Markup`, which pandas turns into plain text."""
 
     text: str
 
 
 def bold(text: str, condition: bool = True) -> Any:
-    """Return a cell in bold if a condition holds."""
     return Bold(text) if text and condition else text
 
 
@@ -97,10 +96,8 @@ def csv(table: pd.DataFrame) -> str:
     """Return a table as CSV with six decimals; texts that a spreadsheet would evaluate get an apostrophe."""
 
     def escaped(value: Any) -> Any:
-        if not isinstance(value, str):
-            return value
-        text = value.replace("\r\n", "\n").replace("\r", "\n")  # a lone \r is not quoted and would end the row
-        return f"'{text}" if text.startswith(_FORMULA_STARTS) else text
+        text = re.sub("\r\n?", "\n", value) if isinstance(value, str) else value  # a lone \r would end the row
+        return f"'{text}" if isinstance(text, str) and text.startswith(_FORMULA_STARTS) else text
 
     cells = table.map(escaped).rename(columns=escaped)
     return str(cells.to_csv(index=False, float_format="%.6f", lineterminator="\n"))

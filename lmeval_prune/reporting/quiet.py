@@ -6,25 +6,15 @@ import logging
 import sys
 import warnings
 
-# by logger, parts of messages that repeat what the user typed
-HINTS = {"lm_eval.evaluator": ("specified through cli, these settings will update",)}
 
-
-class _WithoutHints(logging.Filter):
-    """Drops the messages of `HINTS`."""
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        """Return whether a message is shown."""
-        return not any(hint in str(record.msg) for hint in HINTS.get(record.name, ()))
-
-
-_FILTER = _WithoutHints()
+def _is_no_hint(record: logging.LogRecord) -> bool:
+    """Return whether a message does not repeat what the user typed."""
+    return "specified through cli, these settings will update" not in str(record.msg)
 
 
 def silence_libraries() -> None:
-    """Silence the bars of loading weights, hints of lm-eval, and warnings of deprecation; bars of downloads stay."""
-    for name in HINTS:
-        logging.getLogger(name).addFilter(_FILTER)  # the same one once, however often this is called
+    """Silence the bars of loading weights, a hint of lm-eval, and warnings of deprecation; bars of downloads stay."""
+    logging.getLogger("lm_eval.evaluator").addFilter(_is_no_hint)  # once, however often this is called
     for category in () if sys.warnoptions else (DeprecationWarning, FutureWarning):  # -W is the user's choice
         warnings.simplefilter("ignore", category)
     from huggingface_hub.utils import are_progress_bars_disabled, enable_progress_bars

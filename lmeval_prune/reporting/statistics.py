@@ -19,14 +19,13 @@ def mean_interval(values: np.ndarray, unit: float) -> tuple[np.ndarray, np.ndarr
 
     Args:
         values: shape (questions, columns).
-        unit: the largest possible value: 1 for metrics between 0 and 1 (shares), infinite for metrics without a bound.
+        unit: the largest possible value: 1 for shares, infinite for metrics without a bound.
 
     Returns:
         Lower and upper ends, each of shape (columns,); NaN where a value is NaN.
     """
-    is_share = np.isfinite(unit)
-    added = np.outer([0.0, unit], np.ones(values.shape[1])) if is_share else values[:0]
-    low, high = _johnson_interval(values, added)
+    is_share, columns = np.isfinite(unit), values.shape[1]
+    low, high = _johnson_interval(values, np.outer([0.0, unit], np.ones(columns)) if is_share else values[:0])
     if is_share:
         low, high = np.clip(low, 0.0, unit), np.clip(high, 0.0, unit)
     count, is_binary = len(values), np.isin(values, (0.0, 1.0)).all(0)
@@ -136,8 +135,8 @@ def detectable(differences: np.ndarray, unit: float, level: float = _LEVEL) -> n
 
     Args:
         differences: differences of paired questions, shape (questions, tests).
-        unit: the largest possible difference of a question: 1 for metrics between 0 and 1, infinite for metrics without
-            a bound. If no question differs, this is the assumed size of a difference.
+        unit: the largest possible difference of a question: 1 for shares, infinite for metrics without a bound. If no
+            question differs, this is the assumed size of a difference.
         level: level of a two-sided test; 0.05 / m suffices for Holm's correction of m tests.
 
     Returns:

@@ -18,9 +18,8 @@ from lmeval_prune.scoring.prose import equals_number, number_of, numbers_equal, 
 from lmeval_prune.scoring.verifier import Verdict, shared
 
 _TIME = re.compile(r"0?(\d{1,2}(?::\d\d)+)\s*(?:([ap])\.?\s?m\.?)?")  # 05:45 p.m.
-_LETTER = re.compile(
-    r"(?:(?:option|choice|answer) )?(?:\(([a-k])\)|([a-k])(?=$|[.:)] ))"
-)  # (c), c, option c, c. helium
+# (c), c, option c, c. helium
+_LETTER = re.compile(r"(?:(?:option|choice|answer) )?(?:\(([a-k])\)|([a-k])(?=$|[.:)] ))")
 _SEPARATOR = re.compile(r"\s*;\s*|,\s+(?:and\s+)?|,(?!\d{3})|\s+and\s+")  # of several: 3; 4, or 3, 4 and 5
 
 
@@ -146,16 +145,13 @@ def _coordinates(form: Form) -> Form:
 
 def _same_ratios(answer: Form, gold: Form, leaf: Leaf) -> bool:
     """Compare ratios and times; 5:45 is 5:45 pm."""
-    return (
-        answer.kind == gold.kind
-        and answer.parts == gold.parts
-        and (answer.details == gold.details or ("",) in (answer.details, gold.details))
-    )
+    same_half = answer.details == gold.details or ("",) in (answer.details, gold.details)
+    return (answer.kind, answer.parts) == (gold.kind, gold.parts) and same_half
 
 
 def _same_equations(answer: Form, gold: Form, leaf: Leaf) -> bool:
     """Compare the values of assignments, unless their names say different things: x = 5 is not y = 5."""
-    pair, gold_pair = (assigned(form) if form.kind == "equation" else ("", form) for form in (answer, gold))
+    pair, gold_pair = assigned(answer), assigned(gold)
     if pair is None and gold.kind != "equation":  # an identity
         return _all_same([form_of(str(side)) for side in answer.parts], [gold] * len(answer.parts), leaf)
     if pair is None or gold_pair is None:
@@ -199,8 +195,7 @@ def _members(form: Form) -> list[tuple[str, Form | str]]:
     """Return the members of a list with their names (`x = 1, x = 2`), lists in it (of ±) taken apart."""
     members: list[tuple[str, Form | str]] = []
     for part in form.parts if form.kind in ("list", "single") else (form,):
-        pair = assigned(part) if isinstance(part, Form) and part.kind == "equation" else None
-        name, value = pair or ("", part)
+        name, value = assigned(part) or ("", part)
         values = _members(value) if isinstance(value, Form) and value.kind == "list" else [("", value)]
         members += [(_bare(name), member) for _, member in values]
     return members
@@ -218,27 +213,16 @@ def _text_of(form: Form) -> str:
 
 
 def _same_words(answer: Form, gold: Form, leaf: Leaf) -> bool:
-    """Compare but for words that say nothing; of a choice, its letter: (C) 12."""
-    if _says_empty(answer) and _says_empty(gold):
+    """Compare but for words that say nothing; of a choice, its letter, unless another is named: (C) 12."""
+    said, golds = _separated(answer), _separated(gold)
+    if all(_EMPTY.fullmatch(" ".join(each)) for each in (said, golds)):
         return True
-    words_of_answer, golds = _separated(answer), _separated(gold)
+    meaning = [word for word in said if word in golds or word not in _NEUTRAL]
     if len(golds) == 1 and _CHOICE.fullmatch(golds[0]):
-        return _is_choice(words_of_answer, golds[0])
-    meaning = [word for word in words_of_answer if word in golds or word not in _NEUTRAL]
+        others = [word for word in said if _CHOICE.fullmatch(word) and word not in ("a", *golds)]
+        names_one = not others and not {"or", "and"} & set(said)
+        return names_one and meaning[:1] == golds and len(said) <= MAX_CHOICE_WORDS
     return bool(golds) and meaning == golds
-
-
-def _says_empty(form: Form) -> bool:
-    return _EMPTY.fullmatch(" ".join(_separated(form))) is not None
-
-
-def _is_choice(answer: list[str], letter: str) -> bool:
-    """Return whether words choose a letter, and no other."""
-    others = [word for word in answer if _CHOICE.fullmatch(word) and word not in ("a", letter)]
-    meaning = [word for word in answer if word not in _NEUTRAL or word == letter]
-    return (
-        not others and not {"or", "and"} & set(answer) and meaning[:1] == [letter] and len(answer) <= MAX_CHOICE_WORDS
-    )
 
 
 def _separated(form: Form) -> list[str]:
@@ -259,9 +243,7 @@ _COMPARISONS: dict[str, Callable[[Form, Form, Leaf], bool]] = {
 _KNOWN: dict[tuple[str, str], Verdict] = {}  # of pairs of expressions, what workers have found
 _TWICE = re.compile(r"(.{1,40}?) ?\((?:or)? ?([^()]{1,40})\)")  # 49/5 (9.8)
 _RADIANS = re.compile(r"\\text\s*\{\s*rad(?:ians?)?\s*\}")
-_DEGREES = re.compile(  # 45°, 22.5 degrees
-    r"(\d[\d./]*)\s*(?:°|\\text\s*\{\s*degrees?\s*\})"
-)
+_DEGREES = re.compile(r"(\d[\d./]*)\s*(?:°|\\text\s*\{\s*degrees?\s*\})")  # 45°, 22.5 degrees
 # and products, which are not compared: 2 x, 2 \cdot x
 _SPACES = re.compile(r"(?<!\d)\s+|\s+(?!\d)|\\(?:cdot|times)(?=\s*[^\s\\\d])")
 # Or a command, or a unit of two letters at the end.
@@ -275,8 +257,13 @@ _NO_EXPRESSION = re.compile(  # what math-verify cannot read
 )
 
 
-def verdicts(pairs: Iterable[tuple[str, str]]) -> list[Verdict]:
-    """Compare (answer, gold) pairs; what needs math-verify over all workers at once and only once."""
+def verdicts(pairs: Iterable[tuple[str, str]], retry: bool = False) -> list[Verdict]:
+    """Compare (answer, gold) pairs; what needs math-verify over all workers at once and only once.
+
+    With `retry`, what timed out or crashed before is compared again.
+    """
+    for pair in [pair for pair, verdict in _KNOWN.items() if retry and verdict in ("timeout", "crash")]:
+        del _KNOWN[pair]
     pairs = list(pairs)
     forms = {text: form_of(text) for pair in pairs for text in pair}
     while True:
@@ -317,9 +304,9 @@ def _verdict(answer: str, gold: str, forms: dict[str, Form | str], needed: dict[
 def _same_numbers(answer: str, gold: str) -> bool | None:
     """Return whether two numbers are equal; None if either is none, or both are equations."""
     number, golden = number_of(answer), number_of(gold)
-    return (
-        same_number(number, golden, exact=True) if number and golden and not ("=" in answer and "=" in gold) else None
-    )
+    if not (number and golden) or ("=" in answer and "=" in gold):
+        return None
+    return same_number(number, golden, exact=True)
 
 
 def easy_verdict(answer: str, gold: str) -> bool | None:
@@ -331,12 +318,9 @@ def easy_verdict(answer: str, gold: str) -> bool | None:
         return same
     if _variables(answer) != _variables(gold):  # math-verify drops what it takes for a unit: \sqrt{5} h
         return False
-    commands = re.findall(r"\\([A-Za-z]+)", answer + gold)
-    if not _FUNCTIONS.issuperset(commands) or any(
-        _NO_EXPRESSION.search(text) or not text.strip() for text in (answer, gold)
-    ):
-        return False
-    return None
+    is_known = _FUNCTIONS.issuperset(re.findall(r"\\([A-Za-z]+)", answer + gold))
+    unread = any(_NO_EXPRESSION.search(text) or not text.strip() for text in (answer, gold))
+    return None if is_known and not unread else False
 
 
 def _variables(expression: str) -> set[str]:
@@ -346,9 +330,3 @@ def _variables(expression: str) -> set[str]:
 def same_mathematics(answer: str, other: str) -> bool:
     """Return whether two answers are the same, `other` as the gold one."""
     return verdicts([(answer, other)])[0] == "equal"
-
-
-def forget_failures() -> None:
-    """Let `verdicts` try again what timed out or crashed."""
-    for pair in [pair for pair, verdict in _KNOWN.items() if verdict in ("timeout", "crash")]:
-        del _KNOWN[pair]

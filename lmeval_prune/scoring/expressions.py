@@ -21,12 +21,9 @@ MAX_EXPONENT = 64
 
 _SIGNS = str.maketrans("×·⋅∗•÷∶—–[]", "*****//--()")
 _PYTHON = str.maketrans({"^": "**", "{": "(", "}": ")"})
-_ARITHMETIC, _FRACTIONS, _QUANTITIES, _PRODUCTS = (
-    stage("arithmetic"), stage("fractions", rounds=MAX_LENGTH), stage("quantities"), stage("products"),
-)  # fmt: skip
-_MIXED = re.compile(  # 3 1/2, 3(1/2)
-    r"(?<![\w.)@])(\d+)(?:\s+|\s*(\())(\d+)\s*/\s*(\d+)(?(2)\))(?![\w.])"
-)
+_ARITHMETIC, _FRACTIONS = stage("arithmetic"), stage("fractions", rounds=MAX_LENGTH)
+_QUANTITIES, _PRODUCTS = stage("quantities"), stage("products")
+_MIXED = re.compile(r"(?<![\w.)@])(\d+)(?:\s+|\s*(\())(\d+)\s*/\s*(\d+)(?(2)\))(?![\w.])")  # 3 1/2, 3(1/2)
 
 
 def _literal(mixed: re.Match[str]) -> str:
@@ -58,27 +55,25 @@ def has_operator(text: str) -> bool:
 
 def is_division(text: str) -> bool:
     """Return whether an expression is one division and computes nothing else."""
-    tree = _tree(text)
-    parts = _division(tree) if tree else []
+    parts = _division(text)
     return bool(parts) and not any(map(_computes, parts))
 
 
 def reduced_fraction(text: str) -> Fraction | None:
     """Return the value of a fraction of two whole numbers in lowest terms, as numbers are written: `1/4`, not `6/2`."""
-    tree = _tree(text)
-    parts = [_unsigned(part) for part in _division(tree)] if tree else []
+    parts = [_unsigned(part) for part in _division(text)]
     numbers = [part.value for part in parts if isinstance(part, ast.Constant) and isinstance(part.value, int)]
     if len(numbers) < 2 or numbers[1] < 2 or math.gcd(*numbers) > 1:
         return None
     return evaluate(text)
 
 
-def _division(tree: ast.expr) -> list[ast.expr]:
-    top = _unsigned(tree)
+def _division(text: str) -> list[ast.expr]:
+    top = _unsigned(_tree(text))
     return [top.left, top.right] if isinstance(top, ast.BinOp) and isinstance(top.op, ast.Div) else []
 
 
-def _unsigned(tree: ast.expr) -> ast.expr:
+def _unsigned(tree: ast.expr | None) -> ast.expr | None:
     return tree.operand if isinstance(tree, ast.UnaryOp) else tree
 
 
@@ -90,7 +85,9 @@ def _tree(text: str) -> ast.expr | None:
     """Parse the side of an equation that computes something, the first such, else its only one that is no bare name."""
     if len(text) > MAX_LENGTH or "@" in text:  # before any pattern is tried on it
         return None
-    sides = [tree for side in _arithmetic(text).split("=") if (tree := _parsed(side))]
+    text = _ARITHMETIC(plain(clean(text).strip(" \n*`_")).translate(_SIGNS))
+    text = _FRACTIONS(text).translate(_PYTHON).strip().rstrip(" .。")
+    sides = [tree for side in text.split("=") if (tree := _parsed(side))]
     values = [tree for tree in sides if not isinstance(tree, ast.Name)] or sides[-1:]
     return next(filter(_computes, sides), values[0] if len(values) == 1 else None)
 
@@ -101,12 +98,6 @@ def _parsed(side: str) -> ast.expr | None:
         return ast.parse(side, mode="eval").body if len(side) <= 2 * MAX_LENGTH else None
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return None
-
-
-def _arithmetic(text: str) -> str:
-    """Return LaTeX as plain arithmetic."""
-    text = _ARITHMETIC(plain(clean(text).strip(" \n*`_")).translate(_SIGNS))
-    return _FRACTIONS(text).translate(_PYTHON).strip().rstrip(" .。")
 
 
 _OPERATIONS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {

@@ -16,17 +16,11 @@ from lmeval_prune.scoring.normalisation import MAX_DEPTH, MAX_LENGTH, canonical,
 
 @dataclass(frozen=True)
 class Form:
-    """An answer taken apart: its kind and its parts (forms, or texts of single expressions).
+    """An answer taken apart."""
 
-    Attributes:
-        kind: base, ratio, matrix, determinant, equation, list, tuple, relation, words, or single.
-        parts: forms, or texts of single expressions.
-        details: delimiters, the size of a matrix, a base.
-    """
-
-    kind: str
-    parts: tuple[Form | str, ...]
-    details: tuple[str, ...] = ()
+    kind: str  # base, ratio, matrix, determinant, equation, list, tuple, relation, words, or single
+    parts: tuple[Form | str, ...]  # texts are single expressions
+    details: tuple[str, ...] = ()  # delimiters, the size of a matrix, a base
 
 
 _Rule = Callable[[str, int], "Form | str | None"]
@@ -54,7 +48,7 @@ _DIFFERENCE = re.compile(  # R \setminus \{0\}
     rf"(?:R|([(\[])\s*({_INTEGER}|-\s*\\infty)\s*,\s*({_INTEGER}|\\infty)\s*([)\]]))"
     rf"\s*\\setminus\s*\\\{{\s*({_INTEGER}(?:\s*,\s*{_INTEGER}){{0,8}})\s*\\\}}"
 )
-_SUCH_THAT = re.compile(r"(?<!\|)\|(?!\|)|\\mid|:")  # {x | x > 3}
+_SUCH_THAT = re.compile(r"(?<!\|)\|(?!\|)|\\mid|:")
 _PLUS_MINUS = re.compile(r"\\pm(?![A-Za-z])")  # 3 \pm 2
 _RELATION = re.compile(r"\\(?:le|ge|ne)(?![A-Za-z])|[<>]")  # 3 < x
 _LETTER = re.compile(r"[A-Za-z]")
@@ -166,18 +160,14 @@ def _bracketed(text: str, depth: int) -> Form | str | None:
         inner = text[len(opening) : -len(closing)]
         items = split(inner, ",", ";")
         if opening in _SET_BRACKETS:
-            return _set(text, inner, items, depth)
+            if len(such_that := _SUCH_THAT.split(inner, maxsplit=1)) > 1:  # {x | x > 3}
+                return _condition(such_that[1]) or Form("words", (text,))
+            return Form("words", (text,)) if r"\emptyset" in inner else Form("list", _forms(items, depth), ("set",))
         if len(items) > 1:
             return Form("tuple", _forms(items, depth), (opening, closing))
         if opening in "([" and inner.strip().startswith("\\begin"):
             return form_of(inner, depth + 1)
     return None
-
-
-def _set(text: str, inner: str, items: list[str], depth: int) -> Form:
-    if _SUCH_THAT.search(inner):  # {x | x > 3}
-        return _condition(re.split(r"\||\\mid|:", inner, maxsplit=1)[1]) or Form("words", (text,))
-    return Form("words", (text,)) if r"\emptyset" in inner else Form("list", _forms(items, depth), ("set",))
 
 
 def _condition(text: str) -> Form | None:
@@ -242,8 +232,11 @@ def _interval(text: str) -> Form | None:
     """Read `3 < x \\le 4` as the interval (3,4], `x \\ge 2` as [2, ∞), `x \\ne 3` as two."""
     sides = [side.strip() for side in _RELATION.split(text)]
     signs = [{r"\le": "<=", r"\ge": ">="}.get(sign, sign) for sign in _RELATION.findall(text)]
-    if len(sides) == 2:
-        sides, signs = _between_bounds(sides, signs[0])
+    if len(sides) == 2 and all(sides):  # x < 2 as -∞ < x < 2
+        if _VARIABLE.fullmatch(sides[1]) and not _VARIABLE.fullmatch(sides[0]):
+            sides, signs = sides[::-1], [signs[0].translate(_TURNED)]
+        sides = [r"-\infty" if signs[0][0] == "<" else r"\infty", *sides]
+        signs = [signs[0] if signs == [r"\ne"] else signs[0][0], *signs]
     if len(sides) != 3 or not _VARIABLE.fullmatch(sides[1]):
         return None
     low, high = (sides[0], sides[2]) if signs[0][0] == "<" else (sides[2], sides[0])
@@ -255,24 +248,20 @@ def _interval(text: str) -> Form | None:
     return Form("tuple", _forms((low, high), 0), ("(["[closed[0]], ")]"[closed[1]]))
 
 
-def _between_bounds(sides: list[str], sign: str) -> tuple[list[str], list[str]]:
-    """Return a variable between two bounds: `x < 2` as -∞ < x < 2."""
-    if _VARIABLE.fullmatch(sides[1]) and not _VARIABLE.fullmatch(sides[0]):
-        sides, sign = sides[::-1], sign.translate(_TURNED)
-    bound = r"-\infty" if sign[0] == "<" else r"\infty"
-    return ([bound, *sides] if sides[1] else []), [sign if sign == r"\ne" else sign[0], sign]
-
-
 # --------------------------------------------------------------------------- equations
 
 
 def is_name(side: str) -> bool:
-    """Return whether a side of an equation is the name of a value."""
     return _ASSIGNED.match(f"{side}=0") is not None
 
 
-def assigned(form: Form) -> tuple[str, Form | str] | None:
-    """Return the name and the value of an assignment, or the last of a chain of equal things; None of another equation."""
+def assigned(form: Form | str) -> tuple[str, Form | str] | None:
+    """Return the name and the value of an assignment, or the last of a chain of equal things; None of another equation.
+
+    What is no equation is a value without a name.
+    """
+    if isinstance(form, str) or form.kind != "equation":
+        return "", form
     sides = [str(part) for part in form.parts]
     if len(sides) == 2 and _LETTER.fullmatch(sides[1]) and not _LETTER.fullmatch(sides[0]):
         return sides[1], form_of(sides[0])
@@ -284,6 +273,5 @@ def assigned(form: Form) -> tuple[str, Form | str] | None:
 def gives_several(text: str) -> bool:
     """Return whether an answer gives several values: a list, ±, or a name that is one of these."""
     form = form_of(text)
-    pair = assigned(form) if isinstance(form, Form) and form.kind == "equation" else None
-    value = pair[1] if pair else form
+    _, value = assigned(form) or ("", form)
     return isinstance(value, Form) and value.kind == "list"

@@ -27,38 +27,27 @@ _TOKEN = (  # numbers and commands are never given back: a run of them would be 
 # the longest, of a sentence without dollars: x = 2 + 3i
 _RUN = re.compile(rf"(?<![\w\\]){_TOKEN}(?: ?{_TOKEN})*(?![\w-])")
 ATOM = "[\ua000-\ua48c]"  # letters of Yi, which stand for formulas
-_LIST = re.compile(
-    rf"{ATOM}(?:\s*(?:,|;|and|or|, and|, or|、|和|或)\s*{ATOM})*"
-)  # formulas with joints: x = 1 or x = 2
+_LIST = re.compile(rf"{ATOM}(?:\s*(?:,|;|and|or|, and|, or|、|和|或)\s*{ATOM})*")  # x = 1 or x = 2
 # for x = 3; but the sum of both is 3
-_CONDITION = re.compile(
-    rf"\b{phrases('conditions_before')}\b(?:(?!\b(?:is|are|equals)\b)[A-Za-z\s]){{0,20}}$", re.IGNORECASE
-)
+_CONDITION = re.compile(rf"(?i)\b{phrases('conditions_before')}\b(?:(?!\b(?:is|are|equals)\b)[A-Za-z\s]){{0,20}}$")
 _SUPPOSED = re.compile(  # suppose x = 3; next, we add 5
-    rf"^\W*(?:{phrases('supposed_sentence')}|{phrases('supposed_sentence', 'zh')})|{phrases('planned')}", re.IGNORECASE
+    rf"(?i)^\W*(?:{phrases('supposed_sentence')}|{phrases('supposed_sentence', 'zh')})|{phrases('planned')}"
 )
-_WHY = re.compile(r"\b(?:because|since)\b", re.IGNORECASE)  # after it, formulas are reasons
+_WHY = re.compile(r"(?i)\b(?:because|since)\b")  # after it, formulas are reasons
 _NEGATES = re.compile(  # is not x = 3
-    rf"\b(?:{phrases('refusing')}|\w+n't)(?! (?:only|just))(?: \(?\w+){{0,4}}\s*$|{phrases('refusing', 'zh')}\W*$",
-    re.IGNORECASE,
+    rf"(?i)\b(?:{phrases('refusing')}|\w+n't)(?! (?:only|just))(?: \(?\w+){{0,4}}\s*$|{phrases('refusing', 'zh')}\W*$"
 )
-_CHOOSES = re.compile(  # of several values: only the first works
-    rf"\b(?:{phrases('rejecting')}|only the)\b",
-    re.IGNORECASE,
-)
+_CHOOSES = re.compile(rf"(?i)\b(?:{phrases('rejecting')}|only the)\b")  # of several values: only the first works
 _NAMED = re.compile(  # before a name that is the answer
-    rf"(?:[=:]|\b(?:{phrases('announcing_verbs')}|gets?|obtain|gives|leaves|left with|(?:simplifies|reduces|evaluates|equal) to)"
-    rf"(?: (?:{phrases('announcing_adverbs')}|only|the|line|ray|side|segment|angle|point|variable))*|^\W*{phrases('conclusions')}\b,?)\W*$",
-    re.IGNORECASE,
+    rf"(?i)(?:[=:]|\b(?:{phrases('announcing_verbs')}|gets?|obtain|gives|leaves|left with|(?:simplifies|reduces|evaluates|equal) to)"
+    rf"(?: (?:{phrases('announcing_adverbs')}|only|the|line|ray|side|segment|angle|point|variable))*|^\W*{phrases('conclusions')}\b,?)\W*$"
 )
-_REJECTED = re.compile(rf"\s*(?:is|are) {phrases('rejected')}\b", re.IGNORECASE)  # x = 3 is rejected
+_REJECTED = re.compile(rf"(?i)\s*(?:is|are) {phrases('rejected')}\b")  # x = 3 is rejected
 _AFTERTHOUGHT = re.compile(  # x = 3 (as x > 0), x = 3 — the larger one
     rf"(?<={ATOM})\s*\([^()]*[A-Za-z≈][^()]*\)|(?<={ATOM})\W*\s(?:[—–-]|{phrases('explained_by')})\s.*$"
 )
-_CHECKED = re.compile(
-    rf"(?<={ATOM}),?\s(?:and )?(?:one|we|you|i) (?:\w+ )?(?:checks?|verif\w+|confirms?)\b.*$", re.IGNORECASE
-)
-_PREMISE = re.compile(rf"\W*(?:by|{'|'.join(words('conditions'))})\b", re.IGNORECASE)  # from x = 3 we see that
+_CHECKED = re.compile(rf"(?i)(?<={ATOM}),?\s(?:and )?(?:one|we|you|i) (?:\w+ )?(?:checks?|verif\w+|confirms?)\b.*$")
+_PREMISE = re.compile(rf"(?i)\W*(?:by|{'|'.join(words('conditions'))})\b")  # from x = 3 we see that
 _APPROXIMATED = re.compile(  # 36\pi cm² (≈ 113.1 cm²); \sqrt{2}, or about 1.41
     rf"(?<={ATOM})((?:\s+(?!{phrases('refusing')}|{phrases('comparatives')})[A-Za-z²³]{{2,}}){{0,3}})[\s,]*"
     rf"(?:≈|[(,]\s*(?:(?:or|that is|which is|i\.e\.),? )?(?:≈|about|approx\w*|roughly|around|nearly))\s*(?:[$£€]?\d|{ATOM}).*$"
@@ -76,27 +65,15 @@ _END = re.compile(r"(?:[ .,]|\\[,;:! ]?)*+$")  # stops and spaces
 _ENVIRONMENT = re.compile(r"\\(?:begin|end)\{\w+\*?\}")
 _INNER = re.compile(r"\\begin\{(\w*matrix|cases|array)\}[\s\S]*?\\end\{\1\}")  # rows that are no equations
 _SAYING = re.compile(  # 'the value of x is', 'triangle ABC has area ='
-    rf"^(?:[\w\s]|\\text\s*\{{)*?\b{phrases('saying')}s?(?: \w+){{0,3}}?\s?(?:is|are|:)\s*\}}?\s*"
-    rf"|^(?:\\?triangle\s*)?[A-Z]*\s*\\text\s*\{{[^{{}}]*\b{phrases('measures')}\s*\}}\s*=?\s*",
-    re.IGNORECASE,
+    rf"(?i)^(?:[\w\s]|\\text\s*\{{)*?\b{phrases('saying')}s?(?: \w+){{0,3}}?\s?(?:is|are|:)\s*\}}?\s*"
+    rf"|^(?:\\?triangle\s*)?[A-Z]*\s*\\text\s*\{{[^{{}}]*\b{phrases('measures')}\s*\}}\s*=?\s*"
 )
 _UNITS = re.compile(r"(?<=[\d})\]π])(?:\s+(?!(?:and|or|pi|sqrt)\b)[A-Za-z]{2,}[²³]?){1,3}$")  # 3\pi square inches
 # a digit, a sign, a lone letter
 _MATHEMATICAL = re.compile(r"[\d\\^_+=<>()\[\]√π∞]|^\W*\w\W*$|\b[A-Za-z] ?- ?[A-Za-z]\b")
 
 
-def _result(formula: str) -> str:
-    r"""Return what a formula ends with: of `a &= b \\ &= c` the c; else all of it."""
-    if _ROWS.search(formula):
-        masked = _INNER.sub(lambda inner: inner.group().replace("\\\\", "\0").replace("&", "\1"), formula)
-        rows = [row for row in _ROWS.sub(" ", masked).split("\\\\") if row.strip()]
-        formula = (rows[-1] if rows else "").replace("\0", "\\\\").replace("\1", "&")
-        formula = formula.rpartition("=")[2] if len(rows) > 1 else formula
-    return _END.sub("", flat(formula))
-
-
 def is_bare_name(text: str) -> bool:
-    """Return whether a formula is a mere name: x, AB, \\alpha."""
     return _NAME.fullmatch(text) is not None
 
 
@@ -106,12 +83,7 @@ def is_formula(text: str) -> bool:
 
 
 class Atoms:
-    """A text in which a letter of Yi stands for each formula.
-
-    Attributes:
-        text: the text with these letters.
-        formulas: the formulas, in their order.
-    """
+    """A text in which a letter of Yi stands for each of its formulas."""
 
     def __init__(self, text: str) -> None:
         self.formulas: list[str] = []
@@ -134,29 +106,27 @@ class Atoms:
         return run.replace(formula, f" {self._atom(formula)} ", 1) if is_formula else run
 
     def formula(self, letter: str) -> str:
-        """Return the formula of a letter."""
         return self.formulas[ord(letter) - 0xA000]
 
     def joined(self, letters: str) -> str:
-        """Return what formulas with joints between them say, all of them."""
-        return _result(re.sub(ATOM, lambda letter: self.formula(letter.group()), letters))
+        r"""Return what formulas with joints between them say; of rows, `a &= b \\ &= c`, the last."""
+        formula = re.sub(ATOM, lambda letter: self.formula(letter.group()), letters)
+        if _ROWS.search(formula):
+            masked = _INNER.sub(lambda inner: inner.group().replace("\\\\", "\0").replace("&", "\1"), formula)
+            rows = [row for row in _ROWS.sub(" ", masked).split("\\\\") if row.strip()]
+            formula = (rows[-1] if rows else "").replace("\0", "\\\\").replace("\1", "&")
+            formula = formula.rpartition("=")[2] if len(rows) > 1 else formula
+        return _END.sub("", flat(formula))
 
 
 @dataclass(frozen=True)
 class FormulaReader:
-    """Reads a formula, or several that are joined; of a sentence without one, its words.
+    """Reads a formula, or several that are joined; of a sentence without one, its words."""
 
-    Attributes:
-        words: the answer is words, so formulas count only where the statement begins with one.
-        runs: at the end of a text, mathematical signs in prose are formulas, too.
-        names: the answer is a name, such as `x`; else a mere name is no answer that a text ends with.
-        gold: the gold answer, whose words (`xy`) are no prose in a line that is nothing but a formula.
-    """
-
-    words: bool = False
-    runs: bool = True
-    names: bool = False
-    gold: str = ""
+    words: bool = False  # the answer is words, so formulas count only where the statement begins with one
+    runs: bool = True  # at the end of a text, mathematical signs in prose are formulas, too
+    names: bool = False  # the answer is a name, such as `x`; else a mere name is no answer that a text ends with
+    gold: str = ""  # whose words (`xy`) are no prose in a line that is nothing but a formula
 
     def read(self, content: str, how: str) -> str | None:
         """Return the formula; None of a remark that holds none."""
@@ -176,7 +146,6 @@ class FormulaReader:
         return words if self.words or len(PROSE.findall(words)) <= MAX_WORDS else None
 
     def is_bare(self, content: str) -> bool:
-        """Return whether it is a formula, or a few words."""
         if len(content) > MAX_END:
             return False
         if _FORMULA.search(content):
@@ -205,7 +174,12 @@ class FormulaReader:
             sentence = atoms.with_runs(sentence)
         sentence = _AFTERTHOUGHT.sub("", _APPROXIMATED.sub(r"\1", sentence))
         sentence = sentence if _PREMISE.match(sentence) else _CHECKED.sub("", sentence)
-        lists = [m for m in _LIST.finditer(sentence) if self._is_value(atoms, m)]
+        lists = []
+        for formulas in _LIST.finditer(sentence):
+            before, after = sentence[: formulas.start()], sentence[formulas.end() :]
+            is_answer = self.names and (_NAMED.search(before) or not PROSE.search(before + after))
+            is_name = is_bare_name(atoms.formula(formulas.group()[-1])) and not is_answer
+            lists += [] if is_name or _REJECTED.match(after) else [formulas]
         meant = [m for m in lists if not _CONDITION.search(sentence, 0, m.start())]
         if not lists:
             return None
@@ -216,14 +190,7 @@ class FormulaReader:
             return None
         return None if is_other or _NEGATES.search(sentence[: stated.start()]) or re.search(r"\d", after) else formula
 
-    def _is_value(self, atoms: Atoms, formulas: re.Match[str]) -> bool:
-        """Return whether formulas end with no mere name, unless it is stated as the answer, and are not rejected."""
-        is_name = is_bare_name(atoms.formula(formulas.group()[-1]))
-        before, after = formulas.string[: formulas.start()], formulas.string[formulas.end() :]
-        is_answer = self.names and (_NAMED.search(before) or not PROSE.search(before + after))
-        return not ((is_name and not is_answer) or _REJECTED.match(formulas.string, formulas.end()))
-
 
 def _is_doubted(sentence: str) -> bool:
     cut_off = CUT_OFF.search(sentence) and len(PROSE.findall(sentence)) > 2
-    return bool(cut_off or any(doubt.search(sentence) for doubt in (GIVES_UP, DENIED)) or _SUPPOSED.search(sentence))
+    return bool(cut_off or any(doubt.search(sentence) for doubt in (GIVES_UP, DENIED, _SUPPOSED)))

@@ -58,11 +58,6 @@ def _resolved(entry: str, language: str) -> str:
     return _REFERENCE.sub(lambda match: phrases(match[1], language), entry)
 
 
-def words_by_key(name: str, language: str) -> dict[str, list[str]]:
-    """Return a table of words."""
-    return dict(_lists()[language][name])
-
-
 def pattern(name: str) -> re.Pattern[str]:
     """Compile all entries of a list in all languages, of English ones as whole words; in upper and lower case."""
     chinese = f"|{phrases(name, 'zh')}" if name in _lists()["zh"] else ""
@@ -103,9 +98,7 @@ _CHARACTERS: dict[int, int | str | None] = {
     **str.maketrans("\u3000\t“”‘’⁄∕￥", "  \"\"''//¥"),
 }
 _FULL_STOP = re.compile(r"(?<!\d)．|．(?!\d)")  # a decimal point only between digits
-_THOUGHT = re.compile(
-    rf"(?P<end>{phrases('thought_ends', 'latex')})|{phrases('thought_begins', 'latex')}", re.IGNORECASE
-)
+_THOUGHT = re.compile(rf"(?i)(?P<end>{phrases('thought_ends', 'latex')})|{phrases('thought_begins', 'latex')}")
 _GAP = re.compile(r"\s{9,}")  # long ones, which slow patterns down
 _SPECIAL = re.compile(r"<\|[\w ]{1,40}\|>|</?s>")  # tokens of a template
 
@@ -123,12 +116,12 @@ def clean(response: str) -> str:
 
 # --------------------------------------------------------------------------- LaTeX in one spelling
 
-_SIGNS = words_by_key("signs", "latex")
+_SIGNS: dict[str, list[str]] = _lists()["latex"]["signs"]
 _COMMAND = re.compile(r"\\([A-Za-z]+)")  # \pi
 _MARKUP = re.compile(r"[\\~<{]")  # without which there is nothing to spell
 _RESPELLED = (
     {name: f"\\{names[0]}" for names in _SIGNS.values() for name in names}
-    | {name: spelling for spelling, names in words_by_key("respelled", "latex").items() for name in names}
+    | {name: spelling for spelling, names in _lists()["latex"]["respelled"].items() for name in names}
     | dict.fromkeys(words("text"), r"\text")
     | dict.fromkeys(words("switches"), "")
 )
@@ -136,7 +129,6 @@ _LAYOUT, _SPELLING = stage("layout"), stage("spelling", rounds=6)
 
 
 def spelled(text: str) -> str:
-    """Return LaTeX in one spelling."""
     return _SPELLING(_replaced(_LAYOUT(text), _RESPELLED)) if _MARKUP.search(text) else text
 
 
@@ -164,12 +156,10 @@ def plain(text: str) -> str:
 
 
 def line(text: str) -> str:
-    """Return plain text in one line."""
     return flat(plain(text))
 
 
 def flat(text: str) -> str:
-    """Return a text with single spaces."""
     return " ".join(text.split())
 
 
@@ -187,8 +177,7 @@ _SCALES = values("scales")
 _SCALE = re.compile(rf"\\text\s*\{{\s*({'|'.join(_SCALES)})s?\s*\}}")  # \text{ million}
 _MIXED = re.compile(r"(?<![\w.}^_{])(\d+) ?\\frac ?\{(\d+)\} ?\{(\d+)\}")  # 3\frac{1}{2}
 _UNIT = re.compile(  # at the end: \text{ cm}^2, \text{ apples}
-    rf"(?<=[\w}})\]])\s*(?:\\text\s*\{{(?![^{{}}]*{phrases('no_unit', 'latex')})[^{{}}]*\}}"
-    rf")(?:\s*\^\s*\{{?\s*\d\s*\}}?)?\s*$"
+    rf"(?<=[\w}})\]])\s*\\text\s*\{{(?![^{{}}]*{phrases('no_unit', 'latex')})[^{{}}]*\}}(?:\s*\^\s*\{{?\s*\d\s*\}}?)?\s*$"
 )
 
 

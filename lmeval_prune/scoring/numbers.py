@@ -27,8 +27,7 @@ _DIGITS = rf"""(?:(?:\d*\.\d*\(\d{{1,9}}\)(?!\w) | (?:[1-9]\d{{0,2}}(?:  # 0.1(6
       (?:,\d{{3}})+ | (?:_\d{{3}})+ | (?:['’]\d{{3}})+ | (?:[{_SPACES}\ ]\d{{3}})+ | (?:,\d\d)+,\d{{3}}  # the last is Indian
     )(?!\d) | \d+)(?:\.\d+)? | \.\d+)(?:[eE][-+]?\d{{1,3}}(?![A-Za-z\d]))?)"""
 _LEAD = re.compile(  # signs, currency and brackets before the digits
-    rf"(?P<word>(?:negative|minus)\s+)?(?P<signs>(?:-|\+\s?|{MONEY}\s*){{0,3}})(?P<brackets>(?:\\?[(\[{{]\s?-?){{0,9}})",
-    re.I,
+    rf"(?i)(?P<word>(?:negative|minus)\s+)?(?P<signs>(?:-|\+\s?|{MONEY}\s*){{0,3}})(?P<brackets>(?:\\?[(\[{{]\s?-?){{0,9}})"
 )
 _MAGNITUDE = re.compile(  # a quotient, a vulgar fraction, or digits with what makes them a mixed number
     rf"""(?P<top>{_DIGITS})\s?[/⁄]\s?(?P<bottom>{_DIGITS})(?!\s?/|\d)
@@ -42,16 +41,15 @@ _CLOSING = re.compile(r"\s?\\?[)\]}]")  # of brackets around a number: (3/8)
 _POWER = re.compile(  # of ten
     r"\s?[×*·⋅x]\s?10(?:\s?(?:\^|\*\*)\s?(-?\d{1,3}|\{\s?-?\d{1,3}\s?\})|(⁻?[⁰¹²³⁴-⁹]{1,3}))(?!\d|\.\d)"
 )
-_PERCENT = re.compile(rf"\s*(?:[%％]|{phrases('percent')}\b)", re.I)  # 25%
+_PERCENT = re.compile(rf"(?i)\s*(?:[%％]|{phrases('percent')}\b)")  # 25%
 _SCALE = re.compile(  # million, 万
-    rf"\s?(?:({'|'.join(word for word in _SCALES if word.isascii())})s?\b"
-    r"|((?!千米|千克|千瓦|百分|千分)(?:[百千万]?万|亿|[百千])))",
-    re.I,
+    rf"(?i)\s?(?:({'|'.join(word for word in _SCALES if word.isascii())})s?\b"
+    r"|((?!千米|千克|千瓦|百分|千分)(?:[百千万]?万|亿|[百千])))"
 )
 # Where a number may begin; after what a sign is its own.
-_CANDIDATE = re.compile(rf"\d[\d.,]*|\.\d+|[{VULGAR}]|{MONEY}|\\?[(\[{{]|[-+–—]|\b(?:negative|minus)\b", re.I)
+_CANDIDATE = re.compile(rf"(?i)\d[\d.,]*|\.\d+|[{VULGAR}]|{MONEY}|\\?[(\[{{]|[-+–—]|\b(?:negative|minus)\b")
 _EQUATED = re.compile(r"(?:\A|[=≈≃≅≡])\s*$")  # = - 12
-_BEGUN = re.compile(rf"(?:\A|[=≈≃≅≡→⇒(\[{{,;:.!?，、。；：！？\n…]|\b{phrases('equal_words')})\s*$", re.I)
+_BEGUN = re.compile(rf"(?i)(?:\A|[=≈≃≅≡→⇒(\[{{,;:.!?，、。；：！？\n…]|\b{phrases('equal_words')})\s*$")
 _SIGN_AFTER = re.compile(r"[+*/⁄^×·⋅∙÷√±∓|∪∩&_<>≤≥≠\u4e00-\u9fff]\s*$|(?<![\\#A-Za-z])[A-Za-z]+\s+$|[^\w\s\\#]\s+$")
 _SIGNS = frozenset(["-", "–", "—", "+", "minus"])
 _SEPARATORS = re.compile(rf"[,'’ _{_SPACES}]")  # of thousands
@@ -59,20 +57,13 @@ _SEPARATORS = re.compile(rf"[,'’ _{_SPACES}]")  # of thousands
 
 @dataclass(frozen=True)
 class Number:
-    """A number that a text gives.
+    """A number that a text gives."""
 
-    Attributes:
-        values: what it can mean.
-        decimals: after the point; None for a fraction.
-        is_quotient: it is written as a division.
-    """
-
-    values: tuple[Fraction, ...]
-    decimals: int | None
-    is_quotient: bool = False
+    values: tuple[Fraction, ...]  # what it can mean
+    decimals: int | None  # after the point; None for a fraction
+    is_quotient: bool = False  # written as a division
 
     def negated(self) -> Number:
-        """Return its negative."""
         return replace(self, values=tuple(-value for value in self.values))
 
 
@@ -99,8 +90,11 @@ def number_at(text: str, start: int) -> tuple[Number, int] | None:
     value = (value, -value)[(lead.group().count("-") + bool(lead["word"])) % 2]
     if percent := percent or _PERCENT.match(text, end):
         return Number((value, value / 100), decimals), max(end, percent.end())
-    if scale := _scale(text, end, bool(_MONEY.search(lead["signs"]))):
-        return Number((value * scale[0],), None), scale[1]
+    if scale := _SCALE.match(text, end):
+        return Number((value * _SCALES[(scale[1] or scale[2]).lower()],), None), scale.end()
+    short = _SHORT_SCALES.get(text[end : end + 1])
+    if short and _MONEY.search(lead["signs"]) and not text[end + 1 : end + 2].isalnum():
+        return Number((value * short,), None), end + 1
     return Number((value,), decimals, match["top"] is not None), end
 
 
@@ -121,13 +115,9 @@ def find_numbers(text: str) -> list[tuple[int, int, Number]]:
 
 
 def _signed(text: str, end: int, start: int, sign: str) -> tuple[Number, int] | None:
-    """Return the number with a sign at a place, if it is one: nothing that could be subtracted from stands before it.
+    """Return the number with a sign at `start`, if it is one: nothing that could be subtracted from stands before it.
 
-    Args:
-        text: that is read.
-        end: of the number before it.
-        start: of the sign.
-        sign: a dash, plus, or 'minus'.
+    `end` is that of the number before it, `sign` a dash, plus, or 'minus'.
     """
     before = text[max(end, start - 20) : start]
     before = f"#{before}" if end and end >= start - 20 else before
@@ -135,10 +125,8 @@ def _signed(text: str, end: int, start: int, sign: str) -> tuple[Number, int] | 
     begun = bool(_BEGUN.search(before))
     if sign in ("+", "minus"):
         return number_at(text, start) if begun else None
-    equated = sign != "—" and _EQUATED.search(before)
-    if after in ("-", "+", "–") or not (
-        equated or (not after.isspace() and (begun or (sign == "-" and _SIGN_AFTER.search(before))))
-    ):
+    is_tight = not after.isspace() and (begun or (sign == "-" and _SIGN_AFTER.search(before)))
+    if after in ("-", "+", "–") or not (is_tight or (sign != "—" and _EQUATED.search(before))):
         return None
     reading = number_at(text, start + 1 + after.isspace())
     return reading and (reading[0].negated(), reading[1])
@@ -164,18 +152,6 @@ def _magnitude(match: re.Match[str]) -> tuple[Fraction, int | None, int]:
     return value, None if "(" in match["whole"] else decimals, match.end("whole")
 
 
-def _scale(text: str, position: int, is_money: bool) -> tuple[int, int] | None:
-    """Return the factor of a scale, and its end: million, 万, and k in $45k."""
-    if scale := _SCALE.match(text, position):
-        return _SCALES[(scale[1] or scale[2]).lower()], scale.end()
-    factor = (
-        _SHORT_SCALES.get(text[position : position + 1])
-        if is_money and not text[position + 1 : position + 2].isalnum()
-        else None
-    )
-    return (factor, position + 1) if factor else None
-
-
 def _digits(text: str) -> tuple[Fraction, int]:
     """Return the value of digits, and how many are decimals."""
     text, _, exponent = text.lower().partition("e")
@@ -198,10 +174,7 @@ def _repeated(cycle: str, decimals: int) -> Fraction:
 def same_number(answer: Number, gold: Number, exact: bool = False) -> bool:
     """Return whether a reading of an answer equals a reading of the gold one, as stated above.
 
-    Args:
-        answer: that is judged.
-        gold: that is right.
-        exact: roundings are other numbers, unless they have six significant digits and the gold one has no end.
+    If `exact`, roundings are other numbers, unless they have six significant digits and the gold one has no end.
     """
     pairs = [(a, g) for a in answer.values for g in gold.values]
     if exact:
@@ -215,7 +188,9 @@ def _close(answer: Fraction, digits: int | None, gold: Fraction, gold_digits: in
     shown = gold_digits or 0
     if shown > 3 and (not digits or digits > shown) and abs(answer - gold) <= Fraction(1, 2 * 10**shown):
         return True  # a more exact answer
-    if digits is None or (_ends(gold) and not _is_cut(gold, shown)):
+    decimals = str(abs(gold.numerator * 10**shown // gold.denominator))[-shown:] if shown > 4 else ""
+    is_cut = shown > 8 or re.search(r"(\d+?)\1{2,}\d?$", decimals)  # the beginning of decimals that do not end
+    if digits is None or (_ends(gold) and not is_cut):
         return False
     written = abs(answer) * 10**digits  # without end: the answer's own rounding of it, up or down
     exact = abs(gold) * 10**digits
@@ -227,12 +202,6 @@ def rounds_to(value: Fraction, gold: Number) -> bool:
     """Return whether a value without end is, to the decimals of a number, two or more, that number."""
     digits = gold.decimals or 0
     return digits > 1 and not _ends(value) and any(abs(value - g) <= Fraction(1, 2 * 10**digits) for g in gold.values)
-
-
-def _is_cut(value: Fraction, digits: int) -> bool:
-    """Return whether decimals are the beginning of some that do not end: many, or repeating."""
-    written = str(abs(value.numerator * 10**digits // value.denominator))[-digits:] if digits else ""
-    return digits > 8 or (digits > 4 and re.search(r"(\d+?)\1{2,}\d?$", written) is not None)
 
 
 def _ends(value: Fraction) -> bool:

@@ -12,7 +12,7 @@ counts that nothing governs (of `18 clips in 2 days` the 18), and that is no par
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from fractions import Fraction
 from functools import lru_cache
 from typing import NamedTuple
@@ -22,13 +22,12 @@ from lmeval_prune.scoring.numbers import MAX_DIGITS, VULGAR, Number, find_number
 
 MAX_WORDS = 200  # characters beside a number that are looked at
 UNIT_LETTERS = "".join(words("unit_letters"))
-_NAME = rf"(?<![A-Za-z\\])(?![aAI{UNIT_LETTERS}])[A-Za-z](?![A-Za-z_])"  # a letter that is a variable
 _CHINESE = "[\u4e00-\u9fff]"
 
 # --------------------------------------------------------------------------- the outline
 
 _SPACES = re.compile(r"[ \t]{2,}")  # are one
-_THAT_IS = re.compile(r"\bi\.\s?e\.,?", re.IGNORECASE)
+_THAT_IS = re.compile(r"(?i)\bi\.\s?e\.,?")
 _ARROW = re.compile(r"[-=]{1,3}>")  # ->, ==>
 _SIGNS = str.maketrans("⇒≈≃≅≡", "→====")
 _MINUS = re.compile(  # between operands, before a command, between operands of one unit, or in an equation
@@ -60,11 +59,10 @@ _GOVERNED = re.compile(rf"(?:^|\W){phrases('governors')}\s*$|{phrases('governing
 
 # Where a clause ends, which brackets hold a remark, which are a factor; the verb between two numbers.
 _BOUNDARY = re.compile(
-    r"(?P<open>\\?[(\[{])|(?P<close>\\?[)\]}])"
+    r"(?i)(?P<open>\\?[(\[{])|(?P<close>\\?[)\]}])"
     r"|(?P<stop>[;!?，、。；：！？\n…]|(?<!#)[.,:]|[.,:](?!#)|,(?=#\s?[-+*/×·÷−]))"
     rf"|\b(?:{_EXPLANATIONS})\b|{phrases('explanations', 'zh')}"
-    rf"|\b(?:for|at|with)(?=\s[a-z]\s?=)|\band(?=\s{phrases('facts')})|(?<=\s)[-–—](?=\s|$)",
-    re.IGNORECASE,
+    rf"|\b(?:for|at|with)(?=\s[a-z]\s?=)|\band(?=\s{phrases('facts')})|(?<=\s)[-–—](?=\s|$)"
 )
 _REMARK = re.compile(
     rf"(?:(?<=\s)\\?[(\[{{]|\\?[(\[{{](?=[^()\[\]{{}}]*(?:=|{_CHINESE}|[A-Za-z]{{2}})))(?!\s?[\w#]+\s?\\?[)\]}}])",
@@ -72,85 +70,66 @@ _REMARK = re.compile(
 )
 _FACTOR = re.compile(rf"(?:{_OPERATOR}|\\[A-Za-z]+)\s*$")  # before a bracket that is a factor: 3(4)
 # of a clause with sides: 3 shirts cost 12
-VERBS = re.compile(rf"(?<!to )\b(?:{'|'.join(words('verbs'))})\b|\bget\b", re.IGNORECASE)
-_TO_THE_NUMBER = re.compile(rf"\s*(?:{phrases('before_the_number')} ?)*#", re.IGNORECASE)
+VERBS = re.compile(rf"(?i)(?<!to )\b(?:{'|'.join(words('verbs'))})\b|\bget\b")
+_TO_THE_NUMBER = re.compile(rf"(?i)\s*(?:{phrases('before_the_number')} ?)*#")
 CONCLUSIONS = words("conclusions")
 _WORD = re.compile(rf"\b[A-Za-z]+(?:['’][A-Za-z]+)*|{_CHINESE}+")  # don't, 答案
+_FIRST_WORD = re.compile(rf"\s*({_WORD.pattern})")
 _SAID, _CHINESE_SAID = words("said_with_a_number"), re.compile(f"{phrases('said_with_a_number', 'zh')}$")
-
-
 _COMPUTED = re.compile(rf"#[^#]*{_OPERATOR}\s?[({{]*#|# x #")  # 9 apples + 3
 
 Side = tuple[int, int]  # a range of the outline
 
 
 class Clause(NamedTuple):
-    """A part of a sentence.
-
-    Attributes:
-        sides: ranges of the outline.
-        opener: the stop or word before it.
-        equates: its sides are equated by a sign, not by a verb.
-    """
+    """A part of a sentence."""
 
     sides: tuple[Side, ...]
-    opener: str
-    equates: bool
+    opener: str  # the stop or word before it
+    equates: bool  # its sides are equated by a sign, not by a verb
 
     @property
     def start(self) -> int:
-        """Return where it begins."""
         return self.sides[0][0]
 
     @property
     def stop(self) -> int:
-        """Return where its last side ends."""
         return self.sides[-1][1]
 
 
 class Prose:
-    """A text's outline, numbers and clauses.
-
-    Attributes:
-        outline: the text with signs for its numbers.
-        numbers: by their place in the outline.
-        written: the numbers as they are written.
-    """
+    """A text's outline, its numbers by their place in that, as they are written too, and its clauses."""
 
     def __init__(self, text: str) -> None:
         text = _SPACES.sub(" ", _THAT_IS.sub("that is", text.replace("#", " ").replace("@", " ")))
         located = find_numbers(text)
         ends = [0, *(end for _, end, _ in located)]
         starts = [*(start for start, _, _ in located), len(text)]
-        outline = "#".join(text[end:start] for end, start in zip(ends, starts, strict=True))
-        outline = (
-            outline.translate(_SIGNS).replace("<=", "≤").replace(">=", "≥").replace(":=", "=").replace("# : #", "#∶#")
-        )
+        outline = "#".join(text[end:start] for end, start in zip(ends, starts, strict=True)).translate(_SIGNS)
+        outline = outline.replace("<=", "≤").replace(">=", "≥").replace(":=", "=").replace("# : #", "#∶#")
         if "-" in outline or "–" in outline or "=>" in outline:
             outline = _MINUS.sub(lambda minus: f"{minus['left'] or ''}−", _ARROW.sub("→", outline))
         self.outline = outline
-        positions = [position for position, sign in enumerate(outline) if sign == "#"]
-        self.numbers: dict[int, Number] = {
-            position: number for position, (_, _, number) in zip(positions, located, strict=True)
-        }
-        self.written = {position: text[start:end] for position, (start, end, _) in zip(positions, located, strict=True)}
+        self.numbers: dict[int, Number] = {}
+        self.written: dict[int, str] = {}
+        positions = (position for position, sign in enumerate(outline) if sign == "#")
+        for position, (start, end, number) in zip(positions, located, strict=True):
+            self.numbers[position], self.written[position] = number, text[start:end]
 
     def within(self, start: int, stop: int) -> list[int]:
         """Return where numbers are in a range."""
         return [position for position in self.numbers if start <= position < stop]
 
     def same(self, position: int, other: int) -> bool:
-        """Return whether two numbers are the same."""
         return same_number(self.numbers[position], self.numbers[other])
 
     def words(self, start: int, stop: int) -> str:
-        """Return a range in lower case."""
         return self.outline[start:stop].strip().lower()
 
     def first_word(self, start: int) -> str:
         """Return the word, in lower case, with which a range begins; nothing if a sign or number does."""
-        word = _WORD.match(self.outline, re.compile(r"\s*").match(self.outline, start).end())  # type: ignore[union-attr]
-        return word.group().lower() if word else ""
+        word = _FIRST_WORD.match(self.outline, start)
+        return word[1].lower() if word else ""
 
     def begins_with(self, clause: Clause, begin: frozenset[str]) -> bool:
         """Return whether a clause begins with one of some words, or one stands before it."""
@@ -158,10 +137,7 @@ class Prose:
 
     def clauses(self) -> list[Clause]:
         """Return the clauses that hold a number."""
-        return [self._clause(*cut) for cut in self._cuts() if self.within(*cut[:2])]
-
-    def _cuts(self) -> Iterator[tuple[int, int, str]]:
-        """Yield where each clause starts and ends, and the stop before it."""
+        cuts: list[tuple[int, int, str]] = []
         start, opener, depth = 0, "", 0
         for boundary in _BOUNDARY.finditer(self.outline):
             position = boundary.start()
@@ -176,11 +152,12 @@ class Prose:
                 ends = (depth == 0 or opener == "(") and (has_number or bool(begins))
             depth = max(0, depth + bool(boundary["open"]) - bool(boundary["close"]))
             if ends:
-                yield start, position, opener
+                cuts.append((start, position, opener))
                 in_remark = depth > 0 and opener == "(" and not boundary["open"]
                 opener = opener if in_remark else boundary.group().lower()
                 start = boundary.end()
-        yield start, len(self.outline), opener
+        cuts.append((start, len(self.outline), opener))
+        return [self._clause(*cut) for cut in cuts if self.within(*cut[:2])]
 
     def _clause(self, start: int, stop: int, opener: str) -> Clause:
         ends = [(i, i + 1) for i in range(start, stop) if self.outline[i] in "=→"]
@@ -212,13 +189,10 @@ class Prose:
         return free[0] if free and (len(free) == 1 or begins) and not self.is_part(free[0], *side) else None
 
     def is_introduced(self, start: int, position: int) -> bool:
-        """Return whether a number has only words before it that may stand there: 'about', 答案是."""
-        return all(
-            word.lower() in _SAID or _CHINESE_SAID.search(word) for word in _WORD.findall(self.outline[start:position])
-        )
+        said = _WORD.findall(self.outline[start:position])
+        return all(word.lower() in _SAID or _CHINESE_SAID.search(word) for word in said)
 
     def is_part(self, position: int, start: int, stop: int) -> bool:
-        """Return whether a number is part of something larger: by what stands at its sides, or by the words around it."""
         before, after = self.outline[max(0, position - 80) : position], self.outline[position + 1 : position + 80]
         if _PART.search(f"{before}@{after}"):
             return True
@@ -276,15 +250,18 @@ def read_number(text: str, last: bool = False) -> tuple[str, Number] | None:
         return None
     written = prose.written[position]
     if not written.endswith(("k", "K", "M", "B")):
-        written = (
-            f"-{written}" if prose.outline[position - 1 : position] == "负" else _CURRENCY.sub(r"\1", written).strip()
-        )
+        is_negative = prose.outline[position - 1 : position] == "负"
+        written = f"-{written}" if is_negative else _CURRENCY.sub(r"\1", written).strip()
     return written, prose.numbers[position]
 
 
 def _first_number(prose: Prose) -> int | None:
     """Return the number of the first clause that states one, unless others make it one of several."""
-    clauses = _stating_clauses(prose)
+    clauses = prose.clauses()
+    if len(clauses) > 1 and len(clauses[0].sides) == 1:
+        first = prose.within(*clauses[0].sides[0])[0]
+        if VERBS.search(prose.outline, clauses[0].start, first):  # a sentence, of which what it concludes counts
+            clauses = [x for x in clauses[1:] if prose.begins_with(x, CONCLUSIONS)] or clauses
     for i, clause in enumerate(clauses):
         number = number_of_clause(prose, clause)
         if number is not None:
@@ -292,23 +269,17 @@ def _first_number(prose: Prose) -> int | None:
     return None
 
 
-def _stating_clauses(prose: Prose) -> list[Clause]:
-    """Return the clauses; after a sentence, those of what it concludes."""
-    clauses = prose.clauses()
-    if len(clauses) < 2:
-        return clauses
-    first, *rest = clauses
-    if len(first.sides) > 1 or not VERBS.search(prose.outline, first.start, prose.within(*first.sides[0])[0]):
-        return clauses
-    return [clause for clause in rest if prose.begins_with(clause, CONCLUSIONS)] or clauses
-
-
 def _last_number(prose: Prose) -> int | None:
     """Return the number of the last clause that is no supposition, reason, comparison or explaining rate."""
+
+    def is_condition(clause: Clause) -> bool:  # that holds no result, as `if x = 3 then it is 12` does
+        written = prose.words(clause.start, clause.stop)
+        return bool(_SUPPOSES.match(written)) and len(clause.sides) < 3 and " then " not in written
+
     clauses = prose.clauses()
     # if we add them they are 3 + 4 = 7
     ends = [c for c in clauses[-1:] if prose.results(c) and not prose.first_word(c.stop + 1)]
-    clauses = [c for c in clauses if not _is_condition(prose, c)] or ends
+    clauses = [c for c in clauses if not is_condition(c)] or ends
     conclusions = (c for c in clauses if _CONCLUDES.match(prose.words(c.start, c.stop)))
     end = next((c.start for c in conclusions if prose.free(c.start, c.stop)), len(prose.outline))
     stated = [  # without reasons, and rates that explain a conclusion: so 5 cars, each with 12 seats
@@ -323,17 +294,15 @@ def _last_number(prose: Prose) -> int | None:
     return next((n for clause in reversed(clauses) if (n := number_of_clause(prose, clause)) is not None), None)
 
 
-def _is_condition(prose: Prose, clause: Clause) -> bool:
-    """Return whether a clause begins as a condition, and holds no result (`if x = 3 then it is 12`)."""
-    written = prose.words(clause.start, clause.stop)
-    return bool(_SUPPOSES.match(written)) and len(clause.sides) < 3 and " then " not in written
-
-
 def number_of_clause(prose: Prose, clause: Clause) -> int | None:
     """Return the number of a clause: by its sides, or the first that nothing governs."""
     sides = clause.sides
-    if len(sides) < 2:
-        return _number_of_phrase(prose, *sides[0]) if sides else None
+    if len(sides) == 1:
+        numbers, free = prose.within(*sides[0]), prose.free(*sides[0])
+        if len(free) > 1 and re.search(_CHINESE, prose.outline[clause.start : clause.stop]):  # all of 5小时30分
+            free = free if any(prose.is_part(number, *sides[0]) for number in free[:-1]) else free[-1:]
+        number = next(iter(free or numbers), None)
+        return None if number is None or prose.is_part(number, *sides[0]) else number
     if any(re.search(r"\b(?:or|and) \S+$", prose.words(*side)) for side in sides[1:-1]):  # x = 3 or y = 5
         return None
     first, final = prose.lone(sides[0]), prose.lone(sides[-1], final=True)
@@ -351,39 +320,25 @@ def number_of_clause(prose: Prose, clause: Clause) -> int | None:
     return final
 
 
-def _number_of_phrase(prose: Prose, start: int, stop: int) -> int | None:
-    numbers, free = prose.within(start, stop), prose.free(start, stop)
-    if len(free) > 1 and re.search("[\u4e00-\u9fff]", prose.outline[start:stop]):
-        free = (
-            free if any(prose.is_part(position, start, stop) for position in free[:-1]) else free[-1:]
-        )  # all of 5小时30分
-    number = next(iter(free or numbers), None)
-    return None if number is None or prose.is_part(number, start, stop) else number
-
-
 def _has_alternatives(prose: Prose, clause: Clause, number: int, later_clauses: Sequence[Clause]) -> bool:
     """Return whether what follows makes a number one of several: a list, an alternative, or another name's value."""
     if not later_clauses or later_clauses[0].opener not in _LIST_STOPS:
         return False
-    following = next(
-        (c for c in later_clauses if c.opener not in (",", "、") or _others(prose, c, number)), later_clauses[-1]
-    )
-    if len(following.sides) == 1:
-        return _is_listed(prose, following, number)
+    changes = (c for c in later_clauses if c.opener not in (",", "、") or _others(prose, c, number))
+    following = next(changes, later_clauses[-1])
+    if (
+        len(following.sides) == 1
+    ):  # another number; but of `12 eggs, 3 of which are bad`, `9.8, 8.2 was given` the first
+        other = next(iter(_others(prose, following, number)), None)
+        if other is None or prose.is_part(other, following.start, following.stop):
+            return False
+        after = prose.words(other + 1, following.stop)
+        return prose.words(following.start, other) in ("", "and", "or") and not re.search(r"^of\b|\bwas\b", after)
     if len(clause.sides) == 1 or not clause.equates or prose.within(*clause.sides[0]):
         return False
     name = prose.words(*following.sides[0]).removeprefix("and ").removeprefix("or ")
     value = number_of_clause(prose, following)
     return len(name.split()) == 1 and value is not None and not prose.same(value, number)
-
-
-def _is_listed(prose: Prose, clause: Clause, number: int) -> bool:
-    """Return whether a clause begins with another number; but `12 eggs, 3 of which are bad`, `9.8, 8.2 was given`."""
-    other = next(iter(_others(prose, clause, number)), None)
-    if other is None or prose.is_part(other, clause.start, clause.stop):
-        return False
-    after = prose.words(other + 1, clause.stop)
-    return prose.words(clause.start, other) in ("", "and", "or") and not re.search(r"^of\b|\bwas\b", after)
 
 
 def _others(prose: Prose, clause: Clause, number: int) -> list[int]:
@@ -406,7 +361,6 @@ def is_bare_number(text: str) -> bool:
 
 
 def numbers_in(text: str) -> list[str]:
-    """Return all numbers of a plain text, as they are written."""
     return [text[start:end] for start, end, _ in find_numbers(text)]
 
 
@@ -425,13 +379,11 @@ def number_of(text: str) -> Number | None:
 
 
 def numbers_equal(answer: str, gold: str) -> bool:
-    """Return whether both texts are numbers, and the same."""
     numbers = number_of(answer), number_of(gold)
     return bool(numbers[0] and numbers[1] and same_number(numbers[0], numbers[1]))
 
 
 def equals_number(value: Fraction, gold: str) -> bool:
-    """Return whether a computed value is the number of a text."""
     number = number_of(gold)
     return number is not None and (same_number(Number((value,), None), number) or rounds_to(value, number))
 

@@ -11,49 +11,44 @@ from lmeval_prune.scoring.forms import Form, form_of
 from lmeval_prune.scoring.formulas import ATOM, Atoms, FormulaReader, is_bare_name, is_formula
 from lmeval_prune.scoring.normalisation import line, phrases, plain, words
 from lmeval_prune.scoring.prose import is_bare_number, number_of, numbers_in, read_number
-from lmeval_prune.scoring.statements import CONSENT, CUT_OFF, DENIED, MAX_END, MAX_PHRASE, Reader, mistakes_of_others
+from lmeval_prune.scoring.statements import CONSENT, CUT_OFF, DENIED, MAX_END, MAX_PHRASE, OF_OTHERS, Reader
 from lmeval_prune.scoring.text import GIVES_UP, TextReader, concluding_sentences, main_clause
 
 _DIGIT = re.compile(r"[\d¼-¾⅐-⅞]")
 
 # --------------------------------------------------------------------------- numbers
 
-_NOTHING = re.compile(rf"\W*{phrases('nothing')}\b", re.IGNORECASE)  # no solution
+_NOTHING = re.compile(rf"(?i)\W*{phrases('nothing')}\b")  # no solution
 _BULLET = re.compile(r"^\s*(?:[-*•–—>]|\d{1,2}[.)])\s+")  # 1) 12
-_INVERTED = re.compile(phrases("inverted"), re.IGNORECASE)  # so 12 it is
-_FOOTNOTE = re.compile(  # 12 [1]
-    r"(?<=[\w.%)}*`$]) ?\[\d{1,2}\](?=[\s.,;:!?]|$)|(?<![⁻⁰¹²³⁴-⁹])¹(?![⁰¹²³⁴-⁹])"
-)
+_INVERTED = re.compile(rf"(?i){phrases('inverted')}")  # so 12 it is
+_FOOTNOTE = re.compile(r"(?<=[\w.%)}*`$]) ?\[\d{1,2}\](?=[\s.,;:!?]|$)|(?<![⁻⁰¹²³⁴-⁹])¹(?![⁰¹²³⁴-⁹])")  # 12 [1]
 _DOZENS = re.compile(rf"({phrases('computed')}[\d.,]*) dozens?\b")  # 36/12 = 3 dozen
 # is 12
-_STATES = re.compile(rf"=|\b{phrases('stating')}\s+[$£€]?-?\d", re.IGNORECASE)
-_PLANS = re.compile(phrases("planned"), re.IGNORECASE)  # next, we add 12
-_IN_ALL = re.compile(r",?\s+for (?=[$£€]?[\d.,]+ in total\b)", re.IGNORECASE)  # for 12 in total
+_STATES = re.compile(rf"(?i)=|\b{phrases('stating')}\s+[$£€]?-?\d")
+_PLANS = re.compile(rf"(?i){phrases('planned')}")  # next, we add 12
+_IN_ALL = re.compile(r"(?i),?\s+for (?=[$£€]?[\d.,]+ in total\b)")  # for 12 in total
 _CLAUSE = re.compile(  # so that it is 12
-    r",?\s+(?:so|thus|hence|therefore|that|because|since)\s|(?<=[a-z])[,;]\s+(?=there|she|he|they|it|we|the|that)",
-    re.IGNORECASE,
+    r"(?i),?\s+(?:so|thus|hence|therefore|that|because|since)\s|(?<=[a-z])[,;]\s+(?=there|she|he|they|it|we|the|that)"
 )
-_NOT_BUT = re.compile(  # it is not 12 but 15
+# it is not 12 but 15
+_NOT_BUT = re.compile(
     r"^.*?\b(?:isn't|not)\b(?:[^,;]|,(?=\d)){1,40}?[,;]?\s*but\s+|^.*?不是[^,;，。]{1,20}[,，]?\s*而是"
 )
 _CHOSEN = re.compile(  # the correct choice is C; it is option C; I choose C; option C is correct
-    rf"(?:\b(?:the|our|my) (?:(?:only|correct|right|best|final) )*(?:choice|option|answer|letter),? {phrases('announcing_verbs')}|\b(?:it|that)(?: (?:is|leaves))?(?= (?:option|choice))"
+    rf"(?i)(?:\b(?:the|our|my) (?:(?:only|correct|right|best|final) )*(?:choice|option|answer|letter),? {phrases('announcing_verbs')}|\b(?:it|that)(?: (?:is|leaves))?(?= (?:option|choice))"
     rf"|(?:^|[,;] )(?:{phrases('conclusions')}\b,? )?(?:(?:i|we) (?:would )?)?(?:choose|pick|select))"
     r":? (?:(?:option|choice|answer) )?\(?([A-K])\)?\W*$"
-    rf"|(?:^|[,;] )(?:{phrases('conclusions')}\b,? )?(?:the )?(?:option|choice|answer) \(?([A-K])\)? is (?:correct|right)\W*$",
-    re.IGNORECASE,
+    rf"|(?:^|[,;] )(?:{phrases('conclusions')}\b,? )?(?:the )?(?:option|choice|answer) \(?([A-K])\)? is (?:correct|right)\W*$"
 )
-_CONDITION = re.compile(rf"\W*(?:{'|'.join(words('conditions'))})\b", re.IGNORECASE)  # since x > 0
+_CONDITION = re.compile(rf"(?i)\W*(?:{'|'.join(words('conditions'))})\b")  # since x > 0
 _REJECTION = re.compile(  # of another value: we reject 12
-    rf"(?:^|[,;.]\s+)(?:{phrases('conclusions')}\b,? |and )?(?:i|we) {phrases('rejecting')}\b.*?(?=[,;]\s|\band\b|\W*$)",
-    re.IGNORECASE,
+    rf"(?i)(?:^|[,;.]\s+)(?:{phrases('conclusions')}\b,? |and )?(?:i|we) {phrases('rejecting')}\b.*?(?=[,;]\s|\band\b|\W*$)"
 )
 _APPROXIMATION = re.compile(  # of a fraction: 5/6 ≈ 0.833; 5/6, or about 83%
     r"(?<=\d/)(\d+(?: ?[A-Za-z²³]+){0,3})\W*(?:≈|[,(] ?(?:(?:or|that is|which is|i\.e\.),? )?(?:≈|about|approx\w*\.?|roughly|around|nearly))\s*[$£€]?\d.*$"
 )
-_ASSIGNMENTS = re.compile(  # several values: x = 3, y = 4
-    r"(?:.*\W)?([A-Za-z]) ?= ?-?[\d./]+\W*(?:,|and|,\s*and)\s*(?!\1)[A-Za-z] ?= ?-?[\d./]+\W*"
-)
+# several values: x = 3, y = 4
+_ASSIGNMENTS = re.compile(r"(?:.*\W)?([A-Za-z]) ?= ?-?[\d./]+\W*(?:,|and|,\s*and)\s*(?!\1)[A-Za-z] ?= ?-?[\d./]+\W*")
 _BOXED_FACTORIAL = re.compile(r"(?<=[\d)])\s?!(?!\w)")  # 5!
 _FACTORIAL = re.compile(r"(?<=[\d)])\s?!(?=\s*(?:\$|\\\)|\\\]))")  # in a formula
 # What makes a number in mathematics another one: a name, a factorial, minutes of an angle, another number.
@@ -63,40 +58,25 @@ _ALGEBRA = (
 )
 
 
-def _states_nothing(sentence: str) -> bool:
-    """Return whether a sentence calls its own value wrong, plans, or denies in the clause with its last number."""
-    plans = _PLANS.search(sentence) and not _STATES.search(sentence)
-    clauses = [clause for clause in _CLAUSE.split(sentence) if _DIGIT.search(clause)]
-    main = clauses[-1] + ("?" if sentence.rstrip().endswith("?") else "") if clauses else sentence
-    return mistakes_of_others(sentence) or bool(plans or DENIED.search(main))
-
-
 @dataclass(frozen=True)
 class NumberReader:
-    """Reads one number.
+    """Reads one number."""
 
-    Attributes:
-        algebra: a letter at the digits is a variable and `!` a factorial; else it is a unit, and excitement.
-        exact: beside a fraction, a value that is about the same is no answer.
-    """
-
-    algebra: bool = False
-    exact: bool = False
+    algebra: bool = False  # a letter at the digits is a variable and `!` a factorial; else it is a unit, and excitement
+    exact: bool = False  # beside a fraction, a value that is about the same is no answer
 
     def read(self, content: str, how: str) -> str | None:
         """Return the number; of what is no number alone, the whole text; None where nothing is said of a number."""
         text = _FACTORIAL.sub(r" \\factorial ", content[:MAX_PHRASE])
-        text = (
-            line(_BOXED_FACTORIAL.sub(r" \\factorial ", text))
-            if how == "boxed"
-            else plain(_FOOTNOTE.sub("", text)).strip()
-        )
+        if how == "boxed":
+            text = line(_BOXED_FACTORIAL.sub(r" \\factorial ", text))
+        else:
+            text = plain(_FOOTNOTE.sub("", text)).strip()
         says_nothing = bool(GIVES_UP.search(text) or _NOTHING.match(text))
         number = None if says_nothing else self._number(text)
         return number or (text if how == "boxed" or says_nothing or re.search(r"\d", text) else None) or None
 
     def is_bare(self, content: str) -> bool:
-        """Return whether it is a number with its unit."""
         if len(content) > MAX_END:
             return False
         text = plain(content).strip(" .!。")
@@ -111,9 +91,13 @@ class NumberReader:
             words = _FOOTNOTE.sub("", CONSENT.sub("", sentence))
             words = _FACTORIAL.sub(r" \\factorial ", words)
             words = _DOZENS.sub(r"\1", _NOT_BUT.sub("", plain(words)))
-            if mistakes_of_others(words) and not _DIGIT.search(words):
+            others = OF_OTHERS.search(words)
+            if others and not _DIGIT.search(words):
                 continue
-            if _states_nothing(words):
+            plans = _PLANS.search(words) and not _STATES.search(words)
+            clauses = [clause for clause in _CLAUSE.split(words) if _DIGIT.search(clause)]
+            main = clauses[-1] + ("?" if words.rstrip().endswith("?") else "") if clauses else words
+            if others or plans or DENIED.search(main):
                 return None
             if rejection := _REJECTION.search(words):
                 rejected += numbers_in(rejection.group())
@@ -140,17 +124,12 @@ class NumberReader:
 
 @dataclass(frozen=True)
 class MathematicsReader:
-    """Reads a MATH answer: prose, where the gold one is a number, as the number reader does.
-
-    Attributes:
-        gold: the gold answer.
-    """
+    """Reads a MATH answer: prose, where the gold one is a number, as the number reader does."""
 
     gold: str
 
     @cached_property
-    def _words(self) -> str:
-        """Return the gold answer in words; nothing, if it is a formula."""
+    def _words(self) -> str:  # of the gold answer; nothing, if it is a formula
         form = form_of(self.gold)
         return str(form.parts[0]) if isinstance(form, Form) and form.kind == "words" else ""
 
@@ -160,9 +139,8 @@ class MathematicsReader:
             exact = re.search(r"/|frac", self.gold) is not None
             return [NumberReader(algebra=True, exact=exact), FormulaReader(runs=False)]
         names = is_bare_name(self.gold)
-        if self._words:
-            return [FormulaReader(words=True, names=names, gold=self.gold), TextReader(self._words)]
-        return [FormulaReader(names=names, gold=self.gold)]
+        formulas = FormulaReader(words=bool(self._words), names=names, gold=self.gold)
+        return [formulas, TextReader(self._words)] if self._words else [formulas]
 
     def read(self, content: str, how: str) -> str | None:
         """Return the number or, of what is no number alone, the formula."""
@@ -175,7 +153,6 @@ class MathematicsReader:
         return reader.read(content, how)
 
     def is_bare(self, content: str) -> bool:
-        """Return whether it is nothing but an answer."""
         return any(reader.is_bare(content) for reader in self._readers)
 
     def read_end(self, text: str) -> str | None:
@@ -210,5 +187,4 @@ class ExpressionReader(FormulaReader):
 
 
 def text_reader(gold: str) -> Reader:
-    """Return the reader of an answer that may be one number, or text."""
     return NumberReader() if number_of(gold) else TextReader(gold)

@@ -44,20 +44,13 @@ class Reader(Protocol):
 
 
 class Statement(NamedTuple):
-    """A statement of an answer in a response.
-
-    Attributes:
-        how: of what kind.
-        start, end: of the statement, its mark included.
-        content: what it says.
-        is_sentence: 'is', not a colon, announces it.
-    """
+    """A statement of an answer in a response."""
 
     how: str
-    start: int
+    start: int  # of its mark
     end: int
     content: str
-    is_sentence: bool = False
+    is_sentence: bool = False  # 'is', not a colon, announces it
 
 
 # --------------------------------------------------------------------------- marks
@@ -94,9 +87,7 @@ _UNCLOSED = re.compile(r"[^$\n]{1,100}(?=\$)")  # $\boxed{\frac{5}{6}$
 # Between a mark and its value: arrows, emphasis, bullets, line ends; the last may be a minus after `####` or `=`.
 _AROUND = re.compile(r"(?:[-=]+>|[ \t*_:：#=\"']|\n\s*>?|[-–—•][ \t]+(?=\S))*")
 _MINUS = re.compile(r"[#:=] *- +$")
-_FIRST_ITEM = re.compile(
-    rf"1[.)] +(?!{phrases('reasons_after')}\b)(?=[A-Z*][^\n=]*\d)", re.IGNORECASE
-)  # of a list: 1. She has 30
+_FIRST_ITEM = re.compile(rf"(?i)1[.)] +(?!{phrases('reasons_after')}\b)(?=[A-Z*][^\n=]*\d)")  # of a list: 1. She has 30
 _KEY_END = re.compile(r"[\"']\s*:$")  # of JSON, in which a backslash is written twice
 _DISPLAY = re.compile(  # a displayed formula, or one with rows
     r"\s*(?:\$\$([^$]+)\$\$|\\\[((?:[^\\]|\\(?!\]))+)\\\]"
@@ -106,8 +97,14 @@ _DISPLAY = re.compile(  # a displayed formula, or one with rows
 
 def statements(text: str) -> list[Statement]:
     """Return all statements of a cleaned response, in order."""
-    pairs = _pairs(text)
     result: list[Statement] = []
+    opened: list[int] = []
+    pairs: dict[int, int] = {}  # the closing brace of each opening one
+    for brace in _BRACE.finditer(text):
+        if brace.group() == "{":
+            opened.append(brace.start())
+        elif brace.group() == "}" and opened:
+            pairs[opened.pop()] = brace.start()
     for mark in _MARK.finditer(text):
         in_a_box = result and mark.start() < result[-1].end and result[-1].how == "boxed"
         statement = None if in_a_box else _statement(text, mark, pairs)
@@ -135,18 +132,6 @@ def _statement(text: str, mark: re.Match[str], pairs: dict[int, int]) -> Stateme
     stop, content = _following(text, end)
     how = "hashes" if mark["hashes"] is not None else "phrase"
     return Statement(how, start, stop, content, bool(mark["is"] or mark["shi"]))
-
-
-def _pairs(text: str) -> dict[int, int]:
-    """Return the closing brace of each opening one."""
-    opened: list[int] = []
-    pairs: dict[int, int] = {}
-    for brace in _BRACE.finditer(text):
-        if brace.group() == "{":
-            opened.append(brace.start())
-        elif brace.group() == "}" and opened:
-            pairs[opened.pop()] = brace.start()
-    return pairs
 
 
 def _following(text: str, start: int) -> tuple[int, str]:
@@ -178,76 +163,61 @@ _SENTENCE = re.compile(  # where one ends
     r"|(?<=[吗呢])\?|[。！？]|\n"
 )
 _PLACEHOLDER = re.compile(  # no answer: dots, `[number]`, `your answer here`, an empty box
-    rf"[\s.…?_*$]*|-{{2,}}|{phrases('placeholder_words')}*{phrases('placeholders')}s?(?: here| goes here)?"
-    r"|x{3,}|n/?a|tbd|todo|\[\D*\]|<\D*>|.*\\?boxed\s*\{\s*\}.*",
-    re.IGNORECASE,
+    rf"(?i)[\s.…?_*$]*|-{{2,}}|{phrases('placeholder_words')}*{phrases('placeholders')}s?(?: here| goes here)?"
+    r"|x{3,}|n/?a|tbd|todo|\[\D*\]|<\D*>|.*\\?boxed\s*\{\s*\}.*"
 )
-_REMARK = re.compile(phrases("remarks"), re.IGNORECASE)  # the answer is correct
+_REMARK = re.compile(rf"(?i){phrases('remarks')}")  # the answer is correct
 _NEXT_QUESTION = re.compile(  # that the model asks itself after its answer
-    rf"(?:^(?P<styled>[ >]*[*_#]{{1,6}} ?)?|(?<=[.!?。\s]))(?:{phrases('questions')}|{phrases('questions', 'zh')})\s*\d{{0,3}}\s*[:：]"
-    rf"|(?:^|(?<=[.!?。])) *(?i:{phrases('turns_of_others')})",
-    re.MULTILINE,
+    rf"(?m)(?:^(?P<styled>[ >]*[*_#]{{1,6}} ?)?|(?<=[.!?。\s]))(?:{phrases('questions')}|{phrases('questions', 'zh')})\s*\d{{0,3}}\s*[:：]"
+    rf"|(?:^|(?<=[.!?。])) *(?i:{phrases('turns_of_others')})"
 )
-_APPENDIX = re.compile(
-    rf"^[^\w\n]{{0,12}}{phrases('appendices')}\b[^\n=.]{{0,20}}?(?:[:*_：]|$)", re.IGNORECASE | re.MULTILINE
-)  # tips:
+_APPENDIX = re.compile(rf"(?im)^[^\w\n]{{0,12}}{phrases('appendices')}\b[^\n=.]{{0,20}}?(?:[:*_：]|$)")  # tips:
 _CONCLUDES = re.compile(rf"=|{pattern('concluding').pattern}", re.IGNORECASE)
 _LABEL = rf"{phrases('first_labels')}\s*[:：=]"
 _EXPLAINED = re.compile(  # an answer alone in the first line, and no conclusion after it
-    rf"\s*([^\w\s]{{0,9}}\d[^\n]{{0,80}})\n\s*(?!\W*{_LABEL}\W*\d)(?=(?:\S+\s+){{3}})(?![\s\S]*(?:{_CONCLUDES.pattern}))"
+    rf"(?i)\s*([^\w\s]{{0,9}}\d[^\n]{{0,80}})\n\s*(?!\W*{_LABEL}\W*\d)(?=(?:\S+\s+){{3}})(?![\s\S]*(?:{_CONCLUDES.pattern}))"
     rf"|[\s*_]*(?:{_LABEL}[*_\s]*)?(\S[^\n]{{0,80}})(?:\n\W*|\.\s+(?=[^.:\n]{{0,30}}:))"
-    rf"(?:{phrases('explained')}|{phrases('explained', 'zh')})",
-    re.IGNORECASE,
+    rf"(?:{phrases('explained')}|{phrases('explained', 'zh')})"
 )
 _ASSUMED = re.compile(  # before a statement, in its sentence
     rf"\b(?:(?i:{phrases('assumed_before')})|{phrases('others')} {phrases('others_say')})\s*(?:that\s+|the\s+)*$"
     rf"|\b(?i:{phrases('supposing')})\b(?![^,;.\n]*\bwe see\b)[^,;.\n]*$"
     rf"|^\s*Had\b|\b(?i:check|verify) (?:our )?$|{phrases('assumed_before', 'zh')}[^，。；,;\n]*$"
 )
-# Where an assumed statement ends.
-_BUT = re.compile(rf"[,;]\s*(?:{phrases('buts')}|{phrases('buts', 'zh')})", re.IGNORECASE)
-# An end that is cut off; `not 12 but`; a first step of a solution.
-CUT_OFF = re.compile(rf"\b{phrases('cut_off')}\s*$|[+×÷=]\s*$")
+_BUT = re.compile(rf"(?i)[,;]\s*(?:{phrases('buts')}|{phrases('buts', 'zh')})")  # where an assumed statement ends
+CUT_OFF = re.compile(rf"\b{phrases('cut_off')}\s*$|[+×÷=]\s*$")  # an end
 # Answer: x = 3, and 3 + 4 = 7 follows
-_FIRST_STEP = re.compile(rf"\A\s*\n(?!\W*{phrases('verifying')})[^\n]*\d\s*=\s*\S*\d", re.IGNORECASE)
-_NOT_BUT = re.compile(  # not 12 but
-    r"\s*not\b(?:[^.;,]|[.,](?=\d)){1,60}?(?:[,;]?\s*but|[,;]\s*(?:it is|it's|rather))\s+", re.IGNORECASE
-)
-# Notes at the end (`[1] …`, `* …`, `† …`), and an option of a list (`B) …`).
-_NOTE_MARK = r"\n[ \t]*(\[\^?\w{1,2}\]|\*{1,3}|[†‡¹²³])(?!\*):?[ \t]*(?=\w)"
+_FIRST_STEP = re.compile(rf"(?i)\A\s*\n(?!\W*{phrases('verifying')})[^\n]*\d\s*=\s*\S*\d")
+# not 12 but
+_NOT_BUT = re.compile(r"(?i)\s*not\b(?:[^.;,]|[.,](?=\d)){1,60}?(?:[,;]?\s*but|[,;]\s*(?:it is|it's|rather))\s+")
+_NOTE_MARK = r"\n[ \t]*(\[\^?\w{1,2}\]|\*{1,3}|[†‡¹²³])(?!\*):?[ \t]*(?=\w)"  # [1] …, * …, † …
 _NOTES = re.compile(rf"(?:{_NOTE_MARK}[^\n]*|\n[ \t]*(?=\n|\Z))+\Z")  # footnotes
-_OPTION = re.compile(r"(?:^|(?<=\s))\(?([A-J])[).:](?=\s)", re.IGNORECASE)  # B)
+_OPTION = re.compile(r"(?i)(?:^|(?<=\s))\(?([A-J])[).:](?=\s)")  # B)
 _BOLD_END = re.compile(r"(?:\A|[.!?。\n])\s*\*\*([^*\n]{0,30}\d[^*\n]{0,30})\*\*[\s.。]*\Z")  # a bold value alone
 _BOLD_SAID = re.compile(  # the profit is **$50**, which is a 25% return
-    r"\*\*([^*\n]{0,40}\d[^*\n]{0,40})\*\*"
-    rf"(?=, (?:which|or)\b[^*\n\d=]*[\d.,]*\d(?:\s?%| (?:{phrases('percent')}|{phrases('rates')}|per|an?)\b)[^*\n\d=,.!?]*[.!?]?\s*\Z)",
-    re.IGNORECASE,
+    r"(?i)\*\*([^*\n]{0,40}\d[^*\n]{0,40})\*\*"
+    rf"(?=, (?:which|or)\b[^*\n\d=]*[\d.,]*\d(?:\s?%| (?:{phrases('percent')}|{phrases('rates')}|per|an?)\b)[^*\n\d=,.!?]*[.!?]?\s*\Z)"
 )
-# `, right?` after an answer; what denies one.
-CONSENT = re.compile(rf",?\s*{phrases('consents')}\s*[?？][\s\"')*]*$", re.IGNORECASE)
-DENIED = re.compile(rf"\?\s*$|{pattern('denied').pattern}", re.IGNORECASE)  # that is not the answer
+CONSENT = re.compile(rf"(?i),?\s*{phrases('consents')}\s*[?？][\s\"')*]*$")  # , right?
+DENIED = re.compile(rf"(?i)\?\s*$|{pattern('denied').pattern}")  # that is not the answer
 
 
 def extract(response: str, reader: Reader) -> Extraction:
     """Return the final answer, by the rule stated above."""
     text = _without_options(_without_notes(clean(response)))
-    if (appendix := _APPENDIX.search(text)) and _ends_at(text, appendix, reader):
-        text = text[: appendix.start()]
+    if appendix := _APPENDIX.search(text):
+        # left out, if an answer stands before it, marked, concluded, bare or a paragraph apart, and none in it
+        before, after = text[: appendix.start()], text[appendix.end() :]
+        concluded = before.endswith("\n\n") or reader.is_bare(before.strip())
+        answer, how = _extract(before, reader)
+        ends = how in MARKED or (concluded and not _CONCLUDES.search(after))
+        text = before if answer and ends and not statements(after) else text
     for question in islice(_NEXT_QUESTION.finditer(text), MAX_QUESTIONS):
         extraction = _extract(text[: question.start()], reader)
         is_heading = question["styled"] and extraction.how not in MARKED  # before a solution
         if extraction.answer and not is_heading:
             return extraction
     return _extract(text, reader)
-
-
-def _ends_at(text: str, appendix: re.Match[str], reader: Reader) -> bool:
-    """Return whether an answer stands before an appendix, marked, concluded, bare or a paragraph apart, and none in it."""
-    before, after = text[: appendix.start()], text[appendix.end() :]
-    concluded = before.endswith("\n\n") or reader.is_bare(before.strip())
-    answer, how = _extract(before, reader)
-    ends = how in MARKED or (concluded and not _CONCLUDES.search(after))
-    return bool(answer and ends) and not statements(after)
 
 
 def _without_notes(text: str) -> str:
@@ -285,13 +255,17 @@ def _extract(text: str, reader: Reader) -> Extraction:
     remaining_text = text  # in which the end of the response is looked for
     ends = [statement.start for statement in stated[1:]] + [len(text)]
     for statement, until in reversed(list(zip(stated, ends, strict=False))[-MAX_STATEMENTS:]):
-        if assumption := _assumption(text, statement):
-            remaining_text = _blanked(remaining_text, *assumption)
+        clause = re.split(r"[.!?。！？\n]", text[max(0, statement.start - 120) : statement.start])[-1]
+        if _ASSUMED.search(clause):  # or said by others
+            stops = (stop.search(text, statement.start, statement.end) for stop in (_BUT, _SENTENCE))
+            end = min((stop.start() for stop in stops if stop), default=statement.end)
+            remaining_text = _blanked(remaining_text, statement.start - len(clause), end)
             continue
         content, following = _stated(statement, reader)
         following += text[statement.end : until]
         at_end = statement.end == len(text) and not text.rstrip(" *_$").endswith((".", "!", "。"))
-        if _says_nothing(content, at_end, reader):
+        is_cut_off = at_end and CUT_OFF.search(content) and not reader.is_bare(content)
+        if is_cut_off or any(map(_PLACEHOLDER.fullmatch, (plain(content).strip(" .$"), content))):
             continue
         if back := taken_back(following, content):
             later = reader.read_end(_after(following, back))
@@ -326,24 +300,8 @@ def _after(text: str, sign: re.Match[str]) -> str:
     return text[sign.end() :].lstrip(" ,:，：—–")
 
 
-def _assumption(text: str, statement: Statement) -> tuple[int, int] | None:
-    """Return the range of a statement that is assumed, or that others make, with its clause."""
-    clause = re.split(r"[.!?。！？\n]", text[max(0, statement.start - 120) : statement.start])[-1]
-    if not _ASSUMED.search(clause):
-        return None
-    ends = [end.start() for stop in (_BUT, _SENTENCE) if (end := stop.search(text, statement.start, statement.end))]
-    return statement.start - len(clause), min(ends, default=statement.end)
-
-
 def _blanked(text: str, start: int, end: int) -> str:
     return f"{text[:start]}{' ' * (end - start)}{text[end:]}"
-
-
-def _says_nothing(content: str, is_end: bool, reader: Reader) -> bool:
-    """Return whether a statement is empty, a placeholder, or cut off."""
-    if _PLACEHOLDER.fullmatch(plain(content).strip(" .$")) or _PLACEHOLDER.fullmatch(content):
-        return True
-    return is_end and bool(CUT_OFF.search(content)) and not reader.is_bare(content)
 
 
 def _begins_a_solution(statement: Statement, following: str, reader: Reader) -> bool:
@@ -362,7 +320,9 @@ def _stated(statement: Statement, reader: Reader) -> tuple[str, str]:
         return content, ""
     content = CONSENT.sub("", _NOT_BUT.sub("", content, count=1) if _NOT_BUT.match(content) else content)
     stated = _sentence(content) if statement.is_sentence or not reader.is_bare(content) else content
-    first = stated[: end_of_first(stated) or 0].rstrip(" ,，;；—–-….(")
+    wrong, turn = _NUMBER_IS_WRONG.search(stated), _TURN.search(stated) or _CALLED_WRONG.search(stated)
+    end = wrong.end() if wrong else turn.start() if turn else 0  # of 12 in `12, no, 15` and `12 is wrong`
+    first = stated[:end].rstrip(" ,，;；—–-….(")
     stated = first if first and reader.is_bare(first) else stated
     return stated, content[len(stated) :]
 
@@ -385,76 +345,54 @@ def sentences(text: str) -> list[str]:
 # --------------------------------------------------------------------------- taken back: called wrong, or turned from to another
 
 WINDOW = 600  # characters after a statement in which it can be taken back
-_FLAGS = re.IGNORECASE | re.MULTILINE
 # It says so: wherever this stands.
-_CALLED_WRONG = re.compile(f"{phrases('called_wrong')}|{phrases('called_wrong', 'zh')}", _FLAGS)
+_CALLED_WRONG = re.compile(f"(?im){phrases('called_wrong')}|{phrases('called_wrong', 'zh')}")
 # Of what others say, or of a number in its own sentence: some say 12, but that is not correct.
-_OF_OTHERS = re.compile(
-    rf"(?:\b{phrases('others_say')}\b(?! (?:so|this|that|it)\b)|\d)[^.;!?\n]*\bbut {phrases('called_wrong')}", _FLAGS
+OF_OTHERS = re.compile(
+    rf"(?im)(?:\b{phrases('others_say')}\b(?! (?:so|this|that|it)\b)|\d)[^.;!?\n]*\bbut {phrases('called_wrong')}"
 )
 # It turns: at the beginning of a clause, and if another answer follows.
 _BEGINS = rf"(?:\A|(?<=[.!?。,;:—–(\n-]))[\s*_(\"'-]*(?:{phrases('before_a_turn')}\b[\s,]*)?"
 _TURN = re.compile(
-    rf"{_BEGINS}(?:\b{phrases('turns')}(?!\w)|{phrases('turns', 'zh')})"
-    f"|{phrases('turns_anywhere')}|{phrases('turns_anywhere', 'zh')}",
-    re.IGNORECASE,
+    rf"(?i){_BEGINS}(?:\b{phrases('turns')}(?!\w)|{phrases('turns', 'zh')})"
+    f"|{phrases('turns_anywhere')}|{phrases('turns_anywhere', 'zh')}"
 )
 # Another answer: a number or formula that is said of something, not one that counts something in passing.
 _OPENED = rf"(?:\*\*|[$£€\"'(\[]|\\boxed\s*\{{|\\[(\[]|\\frac|{phrases('giving_adverbs')})*"
 _GIVES = re.compile(
-    rf"(?:=|'s|\b{phrases('giving')}\b|{phrases('giving', 'zh')}|\A[\s,:*—–-]*)"
-    rf"\s*{_OPENED}[-−]?(?:\d|\\[a-zA-Z]|[a-z]\b\s*[=^+]|[¼-¾])",
-    re.IGNORECASE,
+    rf"(?i)(?:=|'s|\b{phrases('giving')}\b|{phrases('giving', 'zh')}|\A[\s,:*—–-]*)"
+    rf"\s*{_OPENED}[-−]?(?:\d|\\[a-zA-Z]|[a-z]\b\s*[=^+]|[¼-¾])"
 )
 _REJECTS = re.compile(  # another: we rejected 40, as it is too big; the post said 40, which is a typo
     rf"\b(?:(?i:{phrases('rejecting')})|{phrases('others')} {phrases('claiming')})\s[^.!?\n]*\d[^.!?\n]*$"
 )
-_WONDERS = re.compile(rf"\b{phrases('wondering')}\b[^.!?;\n]*$", re.IGNORECASE)  # if it should be 40
+_WONDERS = re.compile(rf"(?i)\b{phrases('wondering')}\b[^.!?;\n]*$")  # if it should be 40
 _VALUE = re.compile(r"[\d$\\]")  # another
 _CONFIRMED = pattern("confirmed")  # after all: yes, that is correct
-_NUMBER_IS_WRONG = re.compile(rf"(-?\d[\d.,/]*)(?= (?:is|was) {phrases('wrong')})", _FLAGS)  # 12 is wrong
+_NUMBER_IS_WRONG = re.compile(rf"(?im)(-?\d[\d.,/]*)(?= (?:is|was) {phrases('wrong')})")  # 12 is wrong
 
 
 def taken_back(following: str, content: str = "") -> re.Match[str] | None:
     """Return the last of the words, before another value, with which what follows a statement takes it back.
 
     None if it does not, or confirms it after all. It does if it calls the statement wrong, or turns to another value.
-
-    Args:
-        following: the text after the statement; its first `WINDOW` characters are looked at.
-        content: what was stated: a number that is called wrong must be in it.
+    A number that is called wrong must be in the `content` of the statement.
     """
     near = following[:WINDOW]
-    numbers = (number for number in _NUMBER_IS_WRONG.finditer(near) if number[1] in content)
-    others = [mistake.end() for mistake in _OF_OTHERS.finditer(near)]
+    numbers = (x for x in _NUMBER_IS_WRONG.finditer(near) if x[1] in content)
+    others = [x.end() for x in OF_OTHERS.finditer(near)]
     called = (
-        called
-        for called in _CALLED_WRONG.finditer(near)
-        if called.end() not in others and not _REJECTS.search(near, 0, called.start())
+        x for x in _CALLED_WRONG.finditer(near) if x.end() not in others and not _REJECTS.search(near, 0, x.start())
     )
     turns = (
-        turn
-        for turn in _TURN.finditer(near)
-        if _GIVES.search(near[turn.end() : turn.end() + 300]) and not _WONDERS.search(near, 0, turn.start())
+        x
+        for x in _TURN.finditer(near)
+        if _GIVES.search(near[x.end() : x.end() + 300]) and not _WONDERS.search(near, 0, x.start())
     )
     signs = [sign for sign in (next(called, None) or next(numbers, None), next(turns, None)) if sign]
-    first = min(signs, key=lambda sign: sign.start(), default=None)
+    first = min(signs, key=re.Match.start, default=None)
     if first is None or _CONFIRMED.search(following, first.end(), first.end() + 300):
         return None
     later = (sign for kind in (_CALLED_WRONG, _TURN) for sign in kind.finditer(near, first.end()))
     before_value = (sign for sign in later if not _VALUE.search(near, first.end(), sign.start()))
-    return max([first, *before_value], key=lambda sign: sign.end())  # sorry, I made a mistake: it should be
-
-
-def mistakes_of_others(sentence: str) -> bool:
-    """Return whether a sentence calls wrong what it says itself."""
-    return _OF_OTHERS.search(sentence) is not None
-
-
-def end_of_first(statement: str) -> int | None:
-    """Return where, within a statement, its first answer ends, if it is taken back there (`12, no, 15`; `12 is wrong`)."""
-    wrong = _NUMBER_IS_WRONG.search(statement)
-    if wrong:
-        return wrong.end()
-    turn = _TURN.search(statement) or _CALLED_WRONG.search(statement)
-    return turn.start() if turn else None
+    return max([first, *before_value], key=re.Match.end)  # sorry, I made a mistake: it should be

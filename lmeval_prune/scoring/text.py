@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from fractions import Fraction
 
 from lmeval_prune.scoring.normalisation import line, pattern, phrases
@@ -20,81 +19,72 @@ MAX_WORDS = 4  # of a bare answer in words
 # Words of prose, in a formula too, but no names of functions.
 PROSE = re.compile(rf"(?<![\\A-Za-z])(?!{phrases('mathematical_words')}\b)[A-Za-z]{{2,}}|[\u4e00-\u9fff]")
 # What begins a reason after an answer.
-REASON = re.compile(rf"[,;,；]?\s{phrases('reasons_after')}\b|[,;，；]?{phrases('reasons_after', 'zh')}", re.IGNORECASE)
+REASON = re.compile(rf"(?i)[,;,；]?\s{phrases('reasons_after')}\b|[,;，；]?{phrases('reasons_after', 'zh')}")
 GIVES_UP = pattern("given_up")  # there is not enough information
-_OFFERS = re.compile(rf"\b{phrases('offers')}", re.IGNORECASE)  # let me know …
-_CHECKS = re.compile(rf"^\W*(?:{phrases('checks')}|{phrases('checks', 'zh')})", re.IGNORECASE)
+_OFFERS = re.compile(rf"(?i)\b{phrases('offers')}")  # let me know …
+_CHECKS = re.compile(rf"(?i)^\W*(?:{phrases('checks')}|{phrases('checks', 'zh')})")
 COMPUTED = re.compile(phrases("computed"))  # 9 apples + 3 = 12
 _BRACKETED = re.compile(r"[\s*_]*\((?=(?:[^\s()]+ ){3})[^():=]*\)?\W*")  # a remark
 _CONCLUDES = pattern("concluding")
 _UNSAID, _NEGATED = pattern("unsaid"), re.compile(r"\b(?:not|never|\w+n't)\b(?! (?:only|just))", re.IGNORECASE)
 _EXPLAINED = re.compile(  # an explanation after a name
-    r"\s?\((?!or\b)[^()]{5,}\)$|\s[—–-]\s.*$|,\s(?:who|whose|he|she|it|they)\b.*$"
-    r"|,(?=[^,]{0,3}[\u4e00-\u9fff][^,]{3})(?![^,]*和).*$",
-    re.IGNORECASE,
+    r"(?i)\s?\((?!or\b)[^()]{5,}\)$|\s[—–-]\s.*$|,\s(?:who|whose|he|she|it|they)\b.*$"
+    r"|,(?=[^,]{0,3}[\u4e00-\u9fff][^,]{3})(?![^,]*和).*$"
 )
 _LABELLED = re.compile(r"\W*(?:\d{1,2}[.)]\s+)?[^\d:=]{1,60}[:=]\s*(\S.{0,30})")  # - Dogs: 20
 _BULLET = re.compile(r"\s*[-*•]\s+([^\d=]{1,60}\d[\d./,]*(?<=\d)[^\d=+×÷*/]*)")  # - Anna painted 1/2 of it
 _YES_OR_NO = re.compile(  # at the beginning, or after a label or comma
-    rf"(?:|.*[:,，：]\s*)(?:{phrases('conclusions')}\b,?\s+|{phrases('concluding', 'zh')}[,，]?)?"
+    rf"(?i)(?:|.*[:,，：]\s*)(?:{phrases('conclusions')}\b,?\s+|{phrases('concluding', 'zh')}[,，]?)?"
     rf"(?:(?P<yes>{phrases('yes')}|{phrases('yes', 'zh')})|{phrases('no')}|{phrases('no', 'zh')})"
-    r"(?=\s*(?:[^\w\s?]|$)|\s(?:she|he|it|they|we|you|i|the|there)\b)",
-    re.IGNORECASE,
+    r"(?=\s*(?:[^\w\s?]|$)|\s(?:she|he|it|they|we|you|i|the|there)\b)"
 )
-_TURNED = re.compile(rf"\W+{phrases('stopping')}(?!\w)", re.IGNORECASE)
-_TIME = re.compile(  # 5:45 pm; or a ratio: 3 to 4
-    r"\d+(?:\s*:\s*\d+)+(?:\s?[ap]\.?\s?m\b\.?)?|\d+(?: to \d+)+(?!\d| (?:hours?|minutes?|days?)\b)", re.IGNORECASE
-)  # or a ratio
+_TURNED = re.compile(rf"(?i)\W+{phrases('stopping')}(?!\w)")
+# 5:45 pm; or a ratio: 3 to 4
+_TIME = re.compile(r"(?i)\d+(?:\s*:\s*\d+)+(?:\s?[ap]\.?\s?m\b\.?)?|\d+(?: to \d+)+(?!\d| (?:hours?|minutes?|days?)\b)")
 _DATE = re.compile(  # a month and day, or a day of the week
-    rf"{phrases('months')}(?: \d{{1,2}}(?:st|nd|rd|th)?)?\b|{phrases('weekdays')}\b"
-    rf"|\d{{1,2}}(?:st|nd|rd|th)? (?:of )?{phrases('months')}\b",
-    re.IGNORECASE,
+    rf"(?i){phrases('months')}(?: \d{{1,2}}(?:st|nd|rd|th)?)?\b|{phrases('weekdays')}\b"
+    rf"|\d{{1,2}}(?:st|nd|rd|th)? (?:of )?{phrases('months')}\b"
 )
-_CHOICE = re.compile(r"\([A-J]\)|\b(?:option|choice) [A-J]\b|\b[A-J]\b(?=\W*$)", re.IGNORECASE)  # (B), option B
+_CHOICE = re.compile(r"(?i)\([A-J]\)|\b(?:option|choice) [A-J]\b|\b[A-J]\b(?=\W*$)")  # (B), option B
 # Before a time or date: it is one end of a range or ruled out; it is said of something else.
-_RANGE = re.compile(rf"\b(?:{phrases('ranges')}|\w+n't)\b", re.IGNORECASE)
-_GOVERNED = re.compile(rf"\b{phrases('governing_times')}\b[^,\d]{{0,30}}$", re.IGNORECASE)  # after 3:45
+_RANGE = re.compile(rf"(?i)\b(?:{phrases('ranges')}|\w+n't)\b")
+_GOVERNED = re.compile(rf"(?i)\b{phrases('governing_times')}\b[^,\d]{{0,30}}$")  # after 3:45
 # Between two numbers: they are operands, not members of a list.
 _NO_LIST = re.compile(rf"\b{phrases('joining_numbers')}\b|[-+×*/÷–<>]|(?<![A-Za-z] )=")
 _CONCLUSION = re.compile(  # all up to the words after which the conclusion stands
-    rf"^.*(?:(?:^|[,;:—–]\s)(?:{phrases('conclusions')}|but|that is|which (?:means(?: that)?|(?:simplifies|reduces) to))\b,?\s|\s(?:i\.e\.,?|→|[-=]>)\s|[,;]\s(?:it is|it's)\s(?!\S+ (?:who|that)\b)|\sso\s(?=[A-Z]|the\b))",
-    re.IGNORECASE,
+    rf"(?i)^.*(?:(?:^|[,;:—–]\s)(?:{phrases('conclusions')}|but|that is|which (?:means(?: that)?|(?:simplifies|reduces) to))\b,?\s|\s(?:i\.e\.,?|→|[-=]>)\s|[,;]\s(?:it is|it's)\s(?!\S+ (?:who|that)\b)|\sso\s(?=[A-Z]|the\b))"
 )
-_CONDITION = re.compile(  # if he is late, …
-    rf"^(?:{phrases('conditions')}|{phrases('concessions')}|\w+ing)\b[^,]*,\s+", re.IGNORECASE
-)
+# if he is late, …
+_CONDITION = re.compile(rf"(?i)^(?:{phrases('conditions')}|{phrases('concessions')}|\w+ing)\b[^,]*,\s+")
 _ASIDE = re.compile(  # what a clause can do without: brackets, and what follows a comma, `because` or `to`
-    rf"\s*\([^()]{{2,}}\)|(?:[,;]|\s[—–-])\s.*$|\s{phrases('explained_by')}\b.*$|(?<=[\dm.])\sto\s(?!\d).*$",
-    re.IGNORECASE,
+    rf"(?i)\s*\([^()]{{2,}}\)|(?:[,;]|\s[—–-])\s.*$|\s{phrases('explained_by')}\b.*$|(?<=[\dm.])\sto\s(?!\d).*$"
 )
 _COPULA = re.compile(  # the subject, and what is said of it
-    r"(.*?)(?:(?<=\bit)'s|(?<=\bthat)'s|\s(?:is|are|was|were|(?:will|would|must) be|becomes?))\s(.*)$", re.IGNORECASE
+    r"(?i)(.*?)(?:(?<=\bit)'s|(?<=\bthat)'s|\s(?:is|are|was|were|(?:will|would|must) be|becomes?))\s(.*)$"
 )
 _CLEFT = re.compile(  # it's Sara who picked more; 跑得更快的是 Tom
-    r"it(?:'s| is| was) ((?-i:[A-Z])[\w'-]*(?: (?-i:[A-Z])[\w'-]*){0,2}),? (?:who|that|which)\b(.*)"
-    r"|[^不没非否如若还]*[\u4e00-\u9fff]是\s*([A-Z][A-Za-z '-]*)\W*$",
-    re.IGNORECASE,
+    r"(?i)it(?:'s| is| was) ((?-i:[A-Z])[\w'-]*(?: (?-i:[A-Z])[\w'-]*){0,2}),? (?:who|that|which)\b(.*)"
+    r"|[^不没非否如若还]*[\u4e00-\u9fff]是\s*([A-Z][A-Za-z '-]*)\W*$"
 )
 # on Monday
-_PREPOSITION = re.compile(r"^(?:(?:now|then|exactly|called|facing|going|on|in|at|to|due)\s)+", re.IGNORECASE)
-_RANKED = re.compile(rf"\b{phrases('ranks')}\b", re.IGNORECASE)  # is older than Lee
+_PREPOSITION = re.compile(r"(?i)^(?:(?:now|then|exactly|called|facing|going|on|in|at|to|due)\s)+")
+_RANKED = re.compile(rf"(?i)\b{phrases('ranks')}\b")  # is older than Lee
 _SUPPOSES = pattern("supposing")  # we ask whether it is Sara
-_PRONOUN = re.compile(r"(?:she|he|it|you|they|we|i|there)\b", re.IGNORECASE)  # she
+_PRONOUN = re.compile(r"(?i)(?:she|he|it|you|they|we|i|there)\b")  # she
 _ARTICLES = frozenset(["the", "a", "an"])
 
 
 def concluding_sentences(text: str) -> Iterator[str]:
-    """Yield the sentences at the end of a text, the last first; checks and offers after all others."""
+    """Yield the sentences at the end of a text, the last first; checks, offers and mere remarks after all others."""
+
+    def is_beside(sentence: str) -> bool:
+        remark = _BRACKETED.fullmatch(sentence) and not _CONCLUDES.search(sentence)
+        offers = _OFFERS.search(sentence) and (sentence.endswith("?") or not COMPUTED.search(sentence))
+        return bool(remark or offers or _CHECKS.search(sentence))
+
     parts = sentences(text)[::-1]
-    yield from itertools.filterfalse(_is_beside, parts)
-    yield from filter(_is_beside, parts)
-
-
-def _is_beside(sentence: str) -> bool:
-    """Return whether a sentence is a check, an offer, or a remark in brackets that concludes nothing."""
-    remark = _BRACKETED.fullmatch(sentence) and not _CONCLUDES.search(sentence)
-    offers = _OFFERS.search(sentence) and (sentence.endswith("?") or not COMPUTED.search(sentence))
-    return bool(remark or offers or _CHECKS.search(sentence))
+    yield from itertools.filterfalse(is_beside, parts)
+    yield from filter(is_beside, parts)
 
 
 def main_clause(sentence: str) -> str:
@@ -111,11 +101,8 @@ def stated_words(sentence: str, length: int) -> str:
     cleft = _CLEFT.match(_concluded(sentence))
     if cleft and cleft[1]:
         return str(cleft[1]) if _RANKED.search(cleft[2]) else ""
-    return str(cleft[3]) if cleft else _words_of_clause(sentence, length)
-
-
-def _words_of_clause(sentence: str, length: int) -> str:
-    """Return what the main clause says of its subject, or its subject, if it is ranked."""
+    if cleft:
+        return str(cleft[3])
     clause = main_clause(sentence)
     copula = _COPULA.match(clause)
     if not copula and not _RANKED.search(clause):
@@ -142,15 +129,18 @@ def _without_article(words: list[str]) -> list[str]:
     return words[1:] if len(words) > 1 and words[0].lower() in _ARTICLES else words
 
 
-@dataclass(frozen=True)
 class TextReader:
     """Reads yes or no, a time, ratio or date, several numbers (`3; 4`), or words; unmarked, from the last sentence.
 
-    Attributes:
+    Args:
         gold: the gold answer, which says which of them.
     """
 
-    gold: str
+    def __init__(self, gold: str) -> None:
+        self.gold = gold
+        self._is_yes_or_no = gold.strip().lower() in ("yes", "no")
+        self._pattern = next((kind for kind in (_TIME, _DATE, _CHOICE) if kind.fullmatch(gold.strip())), None)
+        self._is_words = not (self._is_yes_or_no or self._pattern or ";" in gold)
 
     def read(self, content: str, how: str) -> str | None:
         """Return that part of the statement; the whole of it, if it has none."""
@@ -160,7 +150,6 @@ class TextReader:
         return self._part(text) or text or None
 
     def is_bare(self, content: str) -> bool:
-        """Return whether it is a few words."""
         return bool(self._part(content)) or (self._is_words and len(PROSE.findall(content)) <= MAX_WORDS)
 
     def read_end(self, text: str) -> str | None:
@@ -189,18 +178,6 @@ class TextReader:
         stated = list(filter(None, values))
         return "; ".join(stated) if len(stated) == count and values[-count:] == stated else ""
 
-    @property
-    def _is_yes_or_no(self) -> bool:
-        return self.gold.strip().lower() in ("yes", "no")
-
-    @property
-    def _is_words(self) -> bool:
-        return not (self._is_yes_or_no or self._pattern or ";" in self.gold)
-
-    @property
-    def _pattern(self) -> re.Pattern[str] | None:
-        return next((kind for kind in (_TIME, _DATE, _CHOICE) if kind.fullmatch(self.gold.strip())), None)
-
     def _part(self, text: str) -> str | None:
         if self._is_yes_or_no:
             answer = _YES_OR_NO.match(text)
@@ -224,18 +201,14 @@ def _bulleted(row: str) -> str:
     return reading[0] if reading and not doubted else ""
 
 
-def _ratio(text: str) -> Fraction | str:
-    """Return the value of a ratio of two numbers; a text that is none, as it is."""
-    terms = re.fullmatch(r"(\d+)\s*:\s*0*([1-9]\d*)", text)
-    return Fraction(int(terms[1]), int(terms[2])) if terms else text
-
-
 def _last_free(kind: re.Pattern[str], text: str) -> str | None:
     """Return the last time or date of a text that nothing governs (`after 3:45`); None of alternatives and ranges."""
     matches = list(kind.finditer(text))
     if " or " in text:  # 3:4, or 6:8
-        alternatives = [_ratio(match.group()) for match in matches]
-        return matches[0].group() if len(alternatives) > 1 and len(set(alternatives)) == 1 else None
+        alternatives = [match.group() for match in matches]
+        ratios = [re.fullmatch(r"(\d+)\s*:\s*0*([1-9]\d*)", words) for words in alternatives]
+        values = {Fraction(int(x[1]), int(x[2])) if x else y for x, y in zip(ratios, alternatives, strict=True)}
+        return alternatives[0] if len(alternatives) > 1 and len(values) == 1 else None
     starts = [0, *(match.end() for match in matches)]
     before = [text[start : match.start()] for start, match in zip(starts, matches, strict=False)]
     if any(map(_RANGE.search, before)) or any(gap.strip() in ("to", "-", "–", "and", ",") for gap in before[1:]):

@@ -19,7 +19,7 @@ import signal
 import warnings
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from lmeval_prune.errors import InputError
 
@@ -35,12 +35,7 @@ MEMORY = 4 * 2**30  # bytes of address space; a LaTeX bomb ends in MemoryError, 
 
 
 class Verifier:
-    """A pool of workers, started by the first comparison.
-
-    Args:
-        workers: processes.
-        seconds: time limit of one comparison.
-    """
+    """A pool of worker processes, started by the first comparison; each comparison has a limit of `seconds`."""
 
     def __init__(self, workers: int = 2, seconds: float = 5.0) -> None:
         require_math_verify()
@@ -48,12 +43,8 @@ class Verifier:
         self.seconds = seconds
         self._pool: ProcessPool | None = None
 
-    def verify(self, gold: str, answer: str) -> Verdict:
-        """Compare an answer with the gold one; both LaTeX without dollar signs."""
-        return self.verify_many([(gold, answer)])[0]
-
     def verify_many(self, pairs: Sequence[tuple[str, str]]) -> list[Verdict]:
-        """Compare many (gold, answer) pairs on all workers at once; verdicts are in their order."""
+        """Compare (gold, answer) pairs of LaTeX without dollar signs on all workers; verdicts are in their order."""
         verdicts = self._verify_many(pairs)
         crashed = [i for i, verdict in enumerate(verdicts) if verdict == "crash"]
         if crashed:  # the worker may have been killed for another's sake
@@ -136,11 +127,11 @@ def _equal(gold: str, answer: str, seconds: float) -> bool:
             return False
         settings = {"parsing_timeout": None, "extraction_mode": "first_match"}
         parsed = [parse(f"${text}$", configuration, **settings) for text in (gold, answer)]
-        if not (parsed[0] and parsed[1]):
+        if not all(parsed):
             return False
-        if _has_infinity(parsed[0][0]) != _has_infinity(parsed[1][0]):
-            return False
-        return bool(verify(parsed[0], parsed[1], timeout_seconds=None)) or _same_value(parsed[0][0], parsed[1][0])
+        (first, *_), (second, *_) = parsed
+        same_bound = _has_infinity(first) == _has_infinity(second)
+        return same_bound and (bool(verify(*parsed, timeout_seconds=None)) or _same_value(first, second))
     except BaseException:  # whatever a text provokes
         return False
     finally:
@@ -154,13 +145,12 @@ def _has_infinity(expression: object) -> bool:
     return isinstance(expression, sympy.Expr) and bool(expression.has(sympy.oo, -sympy.oo, sympy.zoo, sympy.nan))
 
 
-def _same_value(gold: object, answer: object) -> bool:
+def _same_value(gold: Any, answer: Any) -> bool:
     """Return whether two expressions have one value to 20 digits, with i the imaginary unit and positive numbers for names."""
     import sympy
 
-    if not (isinstance(gold, sympy.Expr) and isinstance(answer, sympy.Expr)) or gold.has(sympy.Abs) != answer.has(
-        sympy.Abs
-    ):
+    are_expressions = isinstance(gold, sympy.Expr) and isinstance(answer, sympy.Expr)
+    if not are_expressions or gold.has(sympy.Abs) != answer.has(sympy.Abs):
         return False
     constants = {"i": sympy.I, "e": sympy.E, "pi": sympy.pi}
     names = [sorted({str(symbol) for symbol in side.free_symbols} - constants.keys()) for side in (gold, answer)]

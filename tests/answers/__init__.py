@@ -66,33 +66,18 @@ class Case:
 
 # What is checked of a file, the share of it that may be judged otherwise, averaged over its forms.
 TARGETS = {
-    "standard": 0.005,
-    "perturbed": 0.0002,
-    "held": 0.05,
-    "taken_back": 0.10,
-    "replacing": 0.10,
-    "wrappings": 0.005,
-    "neighbours": 0.005,
-    "equivalents": 0.03,
-    "near_misses": 0.005,
-    "text": 0.02,
-    "equations": 0.02,
-}
+    "standard": 0.005, "perturbed": 0.0002, "held": 0.05, "taken_back": 0.10, "replacing": 0.10, "wrappings": 0.005,
+    "neighbours": 0.005, "equivalents": 0.03, "near_misses": 0.005, "text": 0.02, "equations": 0.02,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Blind:
-    """A set of texts written without sight of code and corpus.
+    """A set of texts written without sight of code and corpus."""
 
-    Attributes:
-        missed: answers of the set that were missed when it was first read.
-        accepted: texts that only look like answers and were accepted then.
-        mended: what was mended for the set since.
-    """
-
-    missed: int
-    accepted: int
-    mended: str
+    missed: int  # answers of the set, when it was first read
+    accepted: int  # texts that only look like answers, then
+    mended: str  # what was mended for the set since
 
 
 # The same answers and traps, by kind, were asked for in each: plain forms that models write, and what is nearly one.

@@ -73,9 +73,8 @@ def _money(random: Random) -> Value:
 
 def _percent(random: Random) -> Value:
     number = random.choice([str(random.randint(2, 99)), "12.5", "33.3"])
-    return _number(
-        number, *random.choice([(f"{number}%", rf"{number}\%"), (f"{number} percent", rf"{number}\%")]), f"{number}%"
-    )
+    plain = random.choice(["%", " percent"])
+    return _number(number, f"{number}{plain}", rf"{number}\%", f"{number}%")
 
 
 def _unit(random: Random) -> Value:
@@ -95,21 +94,14 @@ def _formula_fraction(random: Random) -> Value:
     top, bottom = _reduced(random)
     sign = random.choice(["", "-"])
     latex = rf"{sign}\frac{{{top}}}{{{bottom}}}"
-    turned = rf"{sign}\frac{{{bottom}}}{{{top}}}"
-    return _formula(
-        latex, f"{sign}{top}/{bottom}", turned, rf"{sign}\frac{{{top + bottom}}}{{{bottom}}}", f"{sign}{top}"
-    )
+    turned, more = rf"{sign}\frac{{{bottom}}}{{{top}}}", rf"{sign}\frac{{{top + bottom}}}{{{bottom}}}"
+    return _formula(latex, f"{sign}{top}/{bottom}", turned, more, f"{sign}{top}")
 
 
 def _surd(random: Random) -> Value:
     factor, root = random.randint(2, 9), random.choice([2, 3, 5, 7, 11])
-    return _formula(
-        rf"{factor}\sqrt{{{root}}}",
-        f"{factor}√{root}",
-        rf"\sqrt{{{root}}}",
-        f"{factor}",
-        rf"{factor + 1}\sqrt{{{root}}}",
-    )
+    surd = rf"\sqrt{{{root}}}"
+    return _formula(f"{factor}{surd}", f"{factor}√{root}", surd, f"{factor}", f"{factor + 1}{surd}")
 
 
 def _pi(random: Random) -> Value:
@@ -118,10 +110,8 @@ def _pi(random: Random) -> Value:
 
 
 def _complex(random: Random) -> Value:
-    real, imaginary = random.randint(2, 9), random.randint(2, 9)
-    return _formula(
-        f"{real} + {imaginary}i", f"{real} + {imaginary}i", f"{real} - {imaginary}i", f"{real}", f"{imaginary}i"
-    )
+    a, b = random.randint(2, 9), random.randint(2, 9)
+    return _formula(f"{a} + {b}i", f"{a} + {b}i", f"{a} - {b}i", f"{a}", f"{b}i")
 
 
 def _interval(random: Random) -> Value:
@@ -171,10 +161,9 @@ def _power(random: Random) -> Value:
 
 def _matrix(random: Random) -> Value:
     a, b, c = random.sample(range(-9, 20), 3)
-    rows = [
-        rf"\begin{{pmatrix}} {x} \\ {y} \\ {z} \end{{pmatrix}}" for x, y, z in [(a, b, c), (b, a, c), (a, b, c + 1)]
-    ]
-    return _formula(rows[0], f"${rows[0]}$", *rows[1:])
+    columns = (a, b, c), (b, a, c), (a, b, c + 1)
+    first, *others = [rf"\begin{{pmatrix}} {x} \\ {y} \\ {z} \end{{pmatrix}}" for x, y, z in columns]
+    return _formula(first, f"${first}$", *others)
 
 
 def _union(random: Random) -> Value:
@@ -186,26 +175,9 @@ def _union(random: Random) -> Value:
 
 
 VALUES: dict[str, Callable[[Random], Value]] = {
-    "integer": _integer,
-    "negative": _negative,
-    "decimal": _decimal,
-    "fraction": _fraction,
-    "mixed number": _mixed_number,
-    "thousands": _thousands,
-    "money": _money,
-    "percent": _percent,
-    "unit": _unit,
-    "MATH: integer": _formula_integer,
-    "MATH: fraction": _formula_fraction,
-    "MATH: surd": _surd,
-    "MATH: pi": _pi,
-    "MATH: complex": _complex,
-    "MATH: interval": _interval,
-    "MATH: set": _set,
-    "MATH: pair": _pair,
-    "MATH: polynomial": _polynomial,
-    "MATH: degrees": _degrees,
-    "MATH: power": _power,
-    "MATH: column": _matrix,
-    "MATH: union": _union,
-}
+    "integer": _integer, "negative": _negative, "decimal": _decimal, "fraction": _fraction, "mixed number": _mixed_number,
+    "thousands": _thousands, "money": _money, "percent": _percent, "unit": _unit, "MATH: integer": _formula_integer,
+    "MATH: fraction": _formula_fraction, "MATH: surd": _surd, "MATH: pi": _pi, "MATH: complex": _complex,
+    "MATH: interval": _interval, "MATH: set": _set, "MATH: pair": _pair, "MATH: polynomial": _polynomial,
+    "MATH: degrees": _degrees, "MATH: power": _power, "MATH: column": _matrix, "MATH: union": _union,
+}  # fmt: skip

@@ -44,7 +44,7 @@ def remote(folder: Path, kind: str = "vllm") -> Stub:
     return stub
 
 
-@pytest.mark.parametrize("kind", ["vllm", "sglang", "llamacpp"])
+@pytest.mark.parametrize("kind", ["vllm", "llamacpp"])
 def test_another_training_does_not_go_on_with_stored_answers(
     tiny_folder: Path, retrained: Path, tmp_path: Path, kind: str
 ) -> None:

@@ -18,9 +18,9 @@ from lmeval_prune.artefacts import digest, file_name, new_folder, write_artefact
 from lmeval_prune.cli import main
 from lmeval_prune.comparison.columns import pareto_fronts
 from lmeval_prune.comparison.tables import POOLED
+from lmeval_prune.grid.cells import selected_questions
 from lmeval_prune.grid.comparison import compare
 from lmeval_prune.grid.folder import CELL, VERSION, GridFolder
-from lmeval_prune.grid.worker import selected_questions
 from lmeval_prune.reporting.statistics import (
     detectable,
     difference_interval,

@@ -9,24 +9,28 @@ change the generated text.
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+from pyarrow import parquet
+
 from lmeval_prune import __version__
-from lmeval_prune.architectures import ModelMap
-from lmeval_prune.artefacts import digest
+from lmeval_prune.artefacts import digest, read_json
 from lmeval_prune.errors import InputError
 from lmeval_prune.export.manifest import adapter_name, read_adapters, read_lora
 from lmeval_prune.grid.configuration import Grid, GridTask, Variant
 from lmeval_prune.grid.folder import Kind
-from lmeval_prune.grid.preparations import make_preparation, with_chat_template
-from lmeval_prune.grid.task_identity import TaskIdentity, identify, training_digest
+from lmeval_prune.grid.preparations import Preparation, calibration_source, make_preparation, with_chat_template
+from lmeval_prune.grid.task_identity import TaskIdentity, identify
 from lmeval_prune.models.arguments import ROUTER_ARGUMENTS, Arguments
+from lmeval_prune.models.head_router import POLICIES
 from lmeval_prune.models.identity import SERVED_ANSWERING, Checkpoint, argument_identity, code_versions
 from lmeval_prune.models.servers import ServerOptions, without_server
 from lmeval_prune.tasks.loading import included_folder, task_manager
@@ -36,15 +40,21 @@ SEEDS = ("random_seed", "numpy_random_seed", "torch_random_seed", "fewshot_rando
 
 @dataclass(frozen=True)
 class Cell:
-    """One variant on one task."""
+    """One variant on one task, with what was read to name it: files that change afterwards change nothing."""
 
     key: str  # hash of `identity`; name of the cell's folder
     costs: str  # hash of everything that the measured costs (memory, speed, FLOPs) depend on
     variant: Variant
     task: GridTask
+    arguments: Arguments = field(repr=False)  # model_args but those of a server, without the preparation's result
+    preparation: Preparation | None = field(repr=False)
+    loaded: Any = field(repr=False)  # the task, as lm-eval's task manager has loaded it
     evaluation: dict[str, Any]  # arguments of `simple_evaluate`
     metadata: dict[str, Any]  # of lm-eval's task manager
     identity: dict[str, Any] = field(repr=False)  # everything that can change answers and scores
+    selected: set[str] = field(
+        repr=False
+    )  # digests of questions that the variant was selected on; see `selected_questions`
     prepared: str  # key of the preparation's result; empty without a preparation
     answers: str  # path of the cell's answers in the grid's folder of answers
     computing: dict[str, Any]  # further arguments of the model: batch size and device
@@ -59,8 +69,8 @@ class Cell:
     def model_args(self, preparations: Path) -> dict[str, Any]:
         """Return all model_args; `preparations` is the folder with the results of preparations."""
         arguments = dict(self.variant.model_args)
-        for name, settings in self.variant.prepare.items():
-            arguments |= make_preparation(name, settings).model_args(preparations / self.prepared)
+        if self.preparation:
+            arguments |= self.preparation.model_args(preparations / self.prepared)
         if self.variant.served:
             return {**arguments, "seed": self.variant.seed}
         arguments["engine"] = self.engine
@@ -68,19 +78,21 @@ class Cell:
             arguments.setdefault("deterministic", True)  # so that other rows of a batch cannot change an answer
         return arguments
 
-    def evaluation_arguments(self, loading: dict[str, Any], documents: int = 0) -> dict[str, Any]:
-        """Return the arguments of `simple_evaluate`, for at most a number of documents of each task if it is not 0.
+    def parsed(self, preparations: Path) -> Arguments:
+        """Return `arguments`, or those with the preparation's result, which is read now."""
+        return Arguments.of(self.model_args(preparations)) if self.preparation else self.arguments
 
-        `loading` are the arguments that load the model, which lm-eval gives to the task manager, too.
-        """
+    def evaluation_arguments(self, documents: int = 0) -> dict[str, Any]:
+        """Return the arguments of `simple_evaluate`, for at most a number of documents of each task if it is not 0."""
         limit = self.evaluation["limit"]
         if documents:
             limit = min(limit, documents) if isinstance(limit, int) else documents
+        loaded = copy.deepcopy(self.loaded)  # which an evaluation changes
         return {
             **self.evaluation,
             "gen_kwargs": self.evaluation["gen_kwargs"] or None,
             "limit": limit,
-            "task_manager": task_manager({**loading, **self.metadata}),
+            "task_manager": SimpleNamespace(load=lambda _: loaded, task_index={}),
             **dict.fromkeys(SEEDS, self.variant.seed),
         }
 
@@ -154,7 +166,7 @@ def versions(served: bool) -> dict[str, Any]:
 
 def cells_of(grid: Grid) -> list[Cell]:
     """Return all cells of a grid, after every check that needs no weights; each model and each task is read once."""
-    training_digest.cache_clear()  # of an earlier grid's tasks, whose files may have changed
+    calibration_source.cache_clear()  # of an earlier grid, whose files may have changed
     models: dict[str, tuple[Checkpoint, dict[str, Any]]] = {}
     tasks: dict[tuple[str, str], TaskIdentity] = {}
     cells: dict[str, Cell] = {}
@@ -195,17 +207,27 @@ def _cells(
         can_batch = all((x.tokenwise or x.by_sequence) and not x.needs_order for x in arguments.interventions)
         engine = "batched" if can_batch and not is_encoder_decoder else "generate"
     computation = _computation(variant, arguments, checkpoint, engine, grid.batch_size)
+    if not variant.served:
+        is_exact: Any = variant.model_args.get("deterministic", engine == "batched")
+        arguments = replace(arguments, engine=engine, deterministic=is_exact)  # type: ignore[arg-type]
     prepared: dict[str, Any] = {}
+    preparation = None
     for name, settings in variant.prepare.items():
         preparation = make_preparation(name, settings)
         preparation.check(checkpoint.map)
         prepared = {"name": name, **preparation.identity(), "seed": variant.seed, "versions": versions(served=False)}
         prepared["key"] = digest([model, prepared])
+    interventions: list[Any] = [intervention.identity(checkpoint.map) for intervention in arguments.interventions]
+    if interventions:
+        interventions.append(digest(checkpoint.map.signature()))
+    routed = {name: variant.model_args[name] for name in ROUTER_ARGUMENTS if name in variant.model_args}
     identity = {
         "model": model,
-        **methods_identity(variant, arguments, checkpoint.map),
+        "interventions": interventions,
+        "router": {name: argument_identity(name, value) for name, value in routed.items()},
         "preparation": prepared,
     }
+    selected = selected_questions(variant.model_args)
     template = checkpoint.chat_template(grid.apply_chat_template)
     model_digest = digest([model, computation] if computation else model)
     answers = f"{Path(str(arguments.pretrained)).name}-{model_digest[:8]}"
@@ -230,6 +252,10 @@ def _cells(
             costs=digest({**identity, **computation} if variant.served else identity),  # a server's are unknown
             variant=variant,
             task=grid_task,
+            arguments=replace(arguments, router=copy.deepcopy(arguments.router)),  # which counts a run's questions
+            preparation=preparation,
+            loaded=task.loaded,
+            selected=selected,
             evaluation={
                 "tasks": [grid_task.task],
                 "limit": limit if limit is None or limit < 1 else int(limit),
@@ -249,16 +275,18 @@ def _cells(
         )
 
 
-def methods_identity(variant: Variant, arguments: Arguments, model_map: ModelMap) -> dict[str, Any]:
-    """Return what a variant's answers depend on of its interventions and its router, whose files are read now."""
-    interventions: list[Any] = [intervention.identity(model_map) for intervention in arguments.interventions]
-    if interventions:
-        interventions.append(digest(model_map.signature()))
-    routed = {name: variant.model_args[name] for name in ROUTER_ARGUMENTS if name in variant.model_args}
-    return {
-        "interventions": interventions,
-        "router": {name: argument_identity(name, value) for name, value in routed.items()},
-    }
+def selected_questions(model_args: dict[str, Any]) -> set[str]:
+    """Return digests of the questions by which a variant was selected: those of its router and of its outcome store."""
+    questions: set[str] = set()
+    for name in ("router", "router_store"):
+        if isinstance(value := model_args.get(name), str) and value not in POLICIES:
+            folder = Path(value).expanduser()
+            if (table := folder / "questions.parquet").is_file():
+                texts = parquet.read_table(table, columns=["question"])["question"].to_pylist()
+                questions |= {digest(text) for text in texts}
+            elif (router := folder / "router.json").is_file():
+                questions |= set(read_json(router).get("seen", ()))
+    return questions
 
 
 def _computation(

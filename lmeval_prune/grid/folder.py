@@ -16,14 +16,10 @@ A result is written completely before it appears.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
-from filelock import Timeout
-
-from lmeval_prune.artefacts import ENVELOPE, file_lock, file_name, read_artefact, read_table, write_artefact
+from lmeval_prune.artefacts import ENVELOPE, file_name, read_artefact, read_table, write_artefact
 from lmeval_prune.errors import InputError, did_you_mean, first_few
 
 GRID, CELL, FAILED, MEASURE = (f"lmeval-prune/{name}" for name in ("grid", "grid-cell", "grid-failure", "grid-measure"))
@@ -52,19 +48,6 @@ class GridFolder:
     def read(self) -> dict[str, Any]:
         """Read `grid.json`."""
         return read_artefact(self._grid_file, GRID, VERSION)[0]
-
-    @contextmanager
-    def lock(self, name: str) -> Iterator[bool]:
-        """Hold the lock of an item by its name; yield False if another process holds it."""
-        folder = self.path / "locks"
-        folder.mkdir(parents=True, exist_ok=True)
-        with ExitStack() as stack:
-            try:
-                stack.enter_context(file_lock(folder / f"{file_name(name)}.lock", timeout=0))
-            except Timeout:
-                yield False
-            else:
-                yield True
 
     def place(self, kind: Kind, key: str) -> Path:
         """Return the path of a result, which exists when it is done."""

@@ -10,21 +10,23 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field, fields, replace
+from functools import cache, cached_property
 from pathlib import Path
 from shutil import rmtree
 from typing import Annotated, Any, ClassVar
 
 from annotated_types import Interval
 
-from lmeval_prune.artefacts import content_digest, final_path
+from lmeval_prune.artefacts import digest, final_path, read_texts
 from lmeval_prune.config import Seed, Settings, Use, to_plain_json
-from lmeval_prune.errors import InputError, check_exists
-from lmeval_prune.grid.task_identity import training_digest
+from lmeval_prune.errors import InputError
+from lmeval_prune.grid.task_identity import task_digest
 from lmeval_prune.interventions import HeadMask
 from lmeval_prune.pruners.base import make_pruner
 from lmeval_prune.pruners.options import PruneOptions, PruneSettings, TextOptions
 from lmeval_prune.pruners.parts import HEADS
 from lmeval_prune.registry import Registry, class_record
+from lmeval_prune.tasks.prompts import training_documents
 
 logger = logging.getLogger(__name__)
 PREPARATIONS = Registry(
@@ -126,22 +128,25 @@ class Prune(PruneSettings, Preparation):
             raise InputError("prune needs a method")
         make_pruner(self.method, self.options)
 
+    @cached_property
+    def source(self) -> Any:
+        """The calibration text, read once, so that the plan is of the text that identifies it; None without one."""
+        return calibration_source(self.task, self.text) if self.has_text else None
+
     def identity(self) -> dict[str, Any]:
-        """Return everything that the result depends on: with the pruner's version, a text file, a task's problems."""
-        if self.text:
-            check_exists(self.text, file=True)
+        """Return everything that the result depends on: with the pruner's version, a text, a task's problems."""
         pruner = make_pruner(self.method, self.options)
         record = class_record(type(pruner))
         return {
             **super().identity(),
             "method": pruner.version,
             **({"pruner": record} if record else {}),
-            **({"problems": training_digest(self.task)} if self.task else {}),
-            **({"text": content_digest(self.text)} if self.text else {}),
+            **({"problems": task_digest(*self.source)} if self.task else {}),
+            **({"text": digest(self.source)} if self.text else {}),
         }
 
     def check(self, model_map: Any) -> None:
-        """Refuse options that do not suit the method or the model, and a missing text; see `Preparation.check`."""
+        """Refuse options that do not suit the method or the model; see `Preparation.check`."""
         from lmeval_prune.pruners.schedule import resolve_options
         from lmeval_prune.surgery.cut import check_cuttable
 
@@ -165,7 +170,8 @@ class Prune(PruneSettings, Preparation):
             reading = pick(TextOptions, self)
             if reading.add_bos_token is None:
                 reading = replace(reading, add_bos_token=lm.add_bos_token)
-            text, renew = text_source(lm.model, lm.tokenizer, reading, Path(self.responses or answers))(lm.model)
+            responses = Path(self.responses or answers)
+            text, renew = text_source(lm.model, lm.tokenizer, reading, responses, self.source)(lm.model)
         *_, plan = stages(
             pruner, model_map, pick(PruneOptions, self), text, progress=logger.info, work=work, renew=renew
         )
@@ -178,6 +184,12 @@ class Prune(PruneSettings, Preparation):
     def model_args(self, folder: Path) -> dict[str, Any]:
         """Return the checkpoint, or the plan."""
         return {"pretrained": str(folder / "model")} if self.cut else {"plan": str(folder / "plan.json")}
+
+
+@cache
+def calibration_source(task: str | None, text: str | None) -> Any:
+    """Read a calibration text once for all plans of a grid: `cells_of` clears the cache."""
+    return training_documents(task) if task else read_texts(str(text))
 
 
 def pick(base: type[Any], settings: Any) -> Any:

@@ -21,7 +21,7 @@ POLL_SECONDS = 2.0  # between two checks for items that another run makes
 LOADING_ARGUMENTS = ("pretrained", "peft", "dtype", "revision")
 MASK_ARGUMENTS = {"heads", "mask"}
 # Runs jobs on a grid's folder in any order. A job whose machine is lost yields a failure for each of its items.
-Runner = Callable[[Path, Sequence[Job]], Iterator[Made]]
+Runner = Callable[[Path, Sequence[Job], Grid], Iterator[Made]]
 ORDER: tuple[Kind, ...] = ("prepare", "evaluate", "measure", "distance")  # with one loaded model
 
 
@@ -69,7 +69,11 @@ def run(grid: Grid, output: str, runner: Runner | None = None, retry_failed: boo
             total = len(open_items)
             while open_items:
                 finished_before, jobs = finished, _jobs(grid, folder, open_items)
-                made = runner(folder.path, jobs) if runner else (result for job in jobs for result in worker.run(job))
+                made = (
+                    runner(folder.path, jobs, grid)
+                    if runner
+                    else (result for job in jobs for result in worker.run(job))
+                )
                 for item, failure in made:
                     finished += 1
                     logger.info("[%d/%d] %s: %s", finished, total, item, f"failed: {failure}" if failure else "done")

@@ -106,6 +106,7 @@ class PrunedServerLM(PrunedLM, LocalCompletionsAPI):
 
     Args:
         base_url: address of the server.
+        parsed: what was parsed of the other arguments before, in place of those that are no `ServerOptions`.
         arguments: the fields of `ServerOptions` (`models/servers.py`); `heads`, `mask`, `router` and its options,
             `responses` as for `pruned-hf`.
 
@@ -122,13 +123,15 @@ class PrunedServerLM(PrunedLM, LocalCompletionsAPI):
     path = "/v1/completions"
     chat = MULTIMODAL = False
     engine = None
+    tok_encode, apply_chat_template = HFLM.tok_encode, HFLM.apply_chat_template  # prompts as of `hf`
+    tokenizer_name = HFLM.tokenizer_name
 
     @print_input_errors
-    def __init__(self, base_url: Any = None, **arguments: Any) -> None:
+    def __init__(self, base_url: Any = None, parsed: Arguments | None = None, **arguments: Any) -> None:
         use_lm_eval_logging()
         values = {name: value for name, value in {"base_url": base_url, **arguments}.items() if value is not None}
         refuse_empty(values, SERVER_OPTIONS)
-        self.arguments = Arguments.of({name: values[name] for name in values if name not in SERVER_OPTIONS})
+        self.arguments = parsed or Arguments.of({name: values[name] for name in values if name not in SERVER_OPTIONS})
         for intervention in self.arguments.interventions:
             if not isinstance(intervention, HeadMask):
                 raise InputError(
@@ -164,7 +167,7 @@ class PrunedServerLM(PrunedLM, LocalCompletionsAPI):
             self.header = {"Authorization": f"Bearer {options.auth_token}"}
         self.add_bos_token, self.think_end_token = options.add_bos_token, options.think_end_token
         self.max_gen_toks = self._max_gen_toks
-        self.chat_template_args = options.template_arguments
+        self.chat_template_args = {**(options.chat_template_args or {}), **options.given("enable_thinking")}
         with as_input_error(f"{self.url} does not answer: start it, or give another base_url= or server="):
             self.served = self._list()
         length = options.max_length or resolve_max_length(self.config, self.tokenizer)
@@ -224,7 +227,7 @@ class PrunedServerLM(PrunedLM, LocalCompletionsAPI):
         unpruned, or two names mean one adapter.
         """
         own = tokens = list(self.tokenizer.encode(PROBE_TEXT, add_special_tokens=False))
-        payload = self.kind.tokenize_payload(self.served, PROBE_TEXT)
+        payload = {"model": self.served.name, **dict(zip(self.kind.tokenize_fields, (PROBE_TEXT, False), strict=True))}
         with suppress(OSError, LookupError, TypeError, ValueError):  # it cannot tokenize
             answered = self._ask("/tokenize", payload)["tokens"]
             tokens = [token["id"] if isinstance(token, dict) else token for token in answered]
@@ -289,8 +292,8 @@ class PrunedServerLM(PrunedLM, LocalCompletionsAPI):
 
     def variant(self, attempt: str = DENSE) -> ServedVariant:
         """Return the variant that prunes the heads of an attempt and of the model_args, or has a LoRA adapter."""
-        for adapter in self.lora:
-            return ServedVariant(adapter)
+        if self.lora:
+            return ServedVariant(next(iter(self.lora)))
         routed = self.router.masks[attempt] if self.router else None
         masks: Any = combined([*self.applied(), *([routed] if routed else [])])
         heads = [str(head) for mask in masks for head in mask.heads_of(self.model_map)]
@@ -298,8 +301,8 @@ class PrunedServerLM(PrunedLM, LocalCompletionsAPI):
 
     def adapter_hashes(self, variant: ServedVariant) -> dict[str, str]:
         """Return the hashes of a variant's adapters: of the folder `adapters=` or `lora=`."""
-        if variant.name in self.lora or not (self.adapters and variant.heads):
-            return self.lora if variant.name in self.lora else {}
+        if self.lora or not (self.adapters and variant.heads):
+            return self.lora
         is_composed = self.kind.adapter_list and variant.name not in self.adapters
         names = variant.heads if is_composed else (variant.name,)
         if missing := [name for name in names if name not in self.adapters]:
@@ -312,8 +315,7 @@ class PrunedServerLM(PrunedLM, LocalCompletionsAPI):
     def identity(self) -> dict[str, Any]:
         """Return the parts of the model that answers depend on, except the variant, as JSON."""
         answer_options = self.options.given(*_ANSWER_OPTIONS)
-        if self.options.template_arguments:
-            answer_options["template"] = self.options.template_arguments
+        answer_options |= {"template": self.chat_template_args} if self.chat_template_args else {}
         identity = {
             "config": config_fingerprint(self.config),
             "tokenizer": tokenizer_fingerprint(self.tokenizer),
@@ -368,23 +370,6 @@ class PrunedServerLM(PrunedLM, LocalCompletionsAPI):
         hashes = {name: adapter["hash"] for name, adapter in self.adapters.items()}
         about = {"lora": self.lora, "adapters": hashes, "router": self.router and self.router.info}
         return {"pruning": info | {name: value for name, value in about.items() if value}}
-
-    # ------------------------------------------------------------------ what lm-eval's class asks for
-
-    def tok_encode(
-        self, string: str, add_special_tokens: bool | None = None, left_truncate_len: int | None = None, **_: Any
-    ) -> list[int]:
-        """Return the tokens of a text, as `hf` tokenizes prompts."""
-        return list(HFLM.tok_encode(self, string, add_special_tokens, left_truncate_len))
-
-    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> Any:
-        """Return a chat as a text, by the tokenizer's chat template."""
-        return HFLM.apply_chat_template(self, chat_history, add_generation_prompt)
-
-    @property
-    def tokenizer_name(self) -> str:
-        """Return a key for lm-eval's cache of requests."""
-        return str(self.tokenizer.name_or_path).replace("/", "__")
 
     # ------------------------------------------------------------------ sending
 

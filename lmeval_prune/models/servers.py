@@ -76,12 +76,6 @@ class ServerOptions(Settings):
         path = re.sub(r"(/v1)?(/(chat/)?completions)?/*$", "", address.path)
         return f"{address.scheme}://{address.netloc}{path}"
 
-    @property
-    def template_arguments(self) -> dict[str, Any]:
-        """Return the arguments of the chat template."""
-        thinking = {} if self.enable_thinking is None else {"enable_thinking": self.enable_thinking}
-        return {**(self.chat_template_args or {}), **thinking}
-
     def given(self, *names: str) -> dict[str, Any]:
         """Return some of the options, except those left at None."""
         return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
@@ -137,6 +131,7 @@ class ServerKind:
     name = "vllm"  # value of `server=`
     # path that lists the adapters; None: they are models, which responses name, with log-probabilities of the prompt
     adapter_list: str | None = None
+    tokenize_fields = ("prompt", "add_special_tokens")  # of a `/tokenize` request
     # settings that request the log-probabilities of generated tokens
     logprob_settings: ClassVar[Mapping[str, Any]] = {"logprobs": 1}
     # settings that continue the last message of a chat, if it is the beginning of the answer
@@ -160,14 +155,8 @@ class ServerKind:
             raise InputError(f"this is not a server of `server={self.name}`: give server={software.pop()}")
         if name not in cards and (name or len(cards) != 1):
             raise InputError(f"the server has {first_few(cards, 'no model')}; name one of them with model=")
-        return self._parse_card(cards[name or next(iter(cards))])
-
-    def _parse_card(self, card: Mapping[str, Any]) -> ServedModel:
+        card = cards[name or next(iter(cards))]
         return ServedModel(str(card["id"]), card.get("root"), card.get("max_model_len"))
-
-    def tokenize_payload(self, model: ServedModel, text: str) -> dict[str, Any]:
-        """Return the `/tokenize` request for a text without special tokens."""
-        return {"model": model.name, "prompt": text, "add_special_tokens": False}
 
     def sampling_fields(self, settings: Mapping[str, Any], is_sampled: bool, length: int) -> dict[str, Any]:
         """Return the request fields for generation settings; `length` is the most tokens of prompt and answer.
@@ -181,7 +170,7 @@ class ServerKind:
 class LlamaCpp(ServerKind):
     """llama.cpp: adapters have ids and can be combined; an adapter that a request does not mention is applied."""
 
-    name, adapter_list = "llamacpp", "/lora-adapters"
+    name, adapter_list, tokenize_fields = "llamacpp", "/lora-adapters", ("content", "add_special")
     logprob_settings: ClassVar[Mapping[str, Any]] = {"logprobs": 1, "n_probs": 1}
     continuation: ClassVar[Mapping[str, Any]] = {}  # it continues without being told
     generation_settings = ServerKind.generation_settings - {"min_tokens", "stop_token_ids"}
@@ -201,25 +190,20 @@ class LlamaCpp(ServerKind):
     def parse_listing(self, models: Mapping[str, Any], adapters: Any, name: str | None) -> ServedModel:
         """Parse the lists; an adapter is named by its file, or by the folder of an `adapter.gguf`."""
         model = super().parse_listing(models, adapters, name)
+        facts = next(card for card in models["data"] if card["id"] == model.name).get("meta") or {}
+        model.root = re.split(r"[/\\]", model.name)[-1]  # also of another system
+        if "n_params" in facts:
+            model.root += f", {facts['n_params']} parameters in {facts['size']} bytes"
+        # of a slot, and of the file: the window of a model that llama.cpp computes without a sliding window
+        lengths = [int(facts[key]) for key in ("n_ctx", "n_ctx_train") if facts.get(key) is not None]
+        model.max_length = min(lengths, default=None)
         for adapter in adapters:
-            path = re.split(r"[/\\]", adapter["path"])  # also of another system
+            path = re.split(r"[/\\]", adapter["path"])
             own = path[-2] if len(path) > 1 and path[-1] == "adapter.gguf" else path[-1].removesuffix(".gguf")
             if own in model.adapter_ids:
                 raise InputError(f"the server has two adapters {own}; start it with one of them")
             model.adapter_ids[own] = int(adapter["id"])
         return model
-
-    def _parse_card(self, card: Mapping[str, Any]) -> ServedModel:
-        facts = card.get("meta") or {}
-        root = re.split(r"[/\\]", card["id"])[-1]
-        if "n_params" in facts:
-            root = f"{root}, {facts['n_params']} parameters in {facts['size']} bytes"
-        # of a slot, and of the file: the window of a model that llama.cpp computes without a sliding window
-        lengths = [int(facts[key]) for key in ("n_ctx", "n_ctx_train") if facts.get(key) is not None]
-        return ServedModel(str(card["id"]), root, min(lengths, default=None))
-
-    def tokenize_payload(self, model: ServedModel, text: str) -> dict[str, Any]:
-        return {"content": text, "add_special": False}
 
     def sampling_fields(self, settings: Mapping[str, Any], is_sampled: bool, length: int) -> dict[str, Any]:
         """Return the settings in llama.cpp's names, and the order of `hf`.

@@ -233,21 +233,23 @@ def read_calibration(
     seed: int = 0,
     apply_chat_template: bool = False,
     add_bos_token: bool | None = None,
+    source: Any = None,
 ) -> CalibrationText:
     """Read calibration windows.
 
     The paragraphs of a text file, the texts of a .jsonl file, or a task's training problems with their answers, are
     shuffled and concatenated. The result is cut into windows, and each gets the special tokens of a prompt. Arguments
-    as in `TextOptions`.
+    as in `TextOptions`; `source` is what `training_documents` or `read_texts` has returned, if it was read before.
     """
     if text is None:
-        loaded, pieces = training_documents(str(task))
+        loaded, documents = source or training_documents(str(task))
+        pieces = list(documents)
         to_text: Callable[[Any], str] = partial(_written, loaded, chat=tokenizer if apply_chat_template else None)
         name = f"training split of {task}"
     elif apply_chat_template:
         raise InputError("a text file has no turns; leave out --apply_chat_template, or give --task NAME")
     else:
-        texts, to_text, name = read_texts(Path(text)), str, f"file {Path(text).name}"
+        texts, to_text, name = source or read_texts(Path(text)), str, f"file {Path(text).name}"
         paragraphs = texts if text.endswith(".jsonl") else texts[0].split("\n\n")
         pieces = [f"{paragraph.strip()}\n\n" for paragraph in paragraphs if paragraph.strip()]
     random.Random(seed).shuffle(pieces)

@@ -80,7 +80,6 @@ class ResultsFile:
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        """Return the settings of the run: model, model_args, seeds, …"""
         return self.results.get("config") or {}
 
     @property
@@ -133,7 +132,6 @@ class ResultsFile:
         return {task: path for task, path in paths.items() if path.is_file()}
 
     def settings(self, task: str) -> Settings:
-        """Return the settings of a task."""
         config = {name: value for name, value in self.results["configs"][task].items() if name not in _IGNORED}
         prompt = {
             "system_instruction": self.results.get("system_instruction"),
@@ -250,11 +248,9 @@ class Evaluation:
 
     @property
     def questions(self) -> list[Question]:
-        """Return the questions, which are all different."""
         return [outcome.question for outcome in self.outcomes]
 
     def of(self, questions: Iterable[Question]) -> Evaluation:
-        """Return the outcomes of some questions, in their order."""
         position = {question: row for row, question in enumerate(self.questions)}
         rows = [position[question] for question in questions]
         own = {name: column[rows] for name, column in self.values.items()}
@@ -327,16 +323,13 @@ class Run:
 
     @property
     def tasks(self) -> list[str]:
-        """Return the tasks with samples."""
         return list(dict.fromkeys(task for file in self.files for task in file.samples))
 
     def files_of(self, task: str) -> list[ResultsFile]:
-        """Return the results files with samples of a task."""
         return [file for file in self.files if task in file.samples]
 
     @property
     def groups(self) -> dict[str, list[str]]:
-        """Return the members of groups, by group."""
         return {
             name: members
             for file in self.files

@@ -200,7 +200,6 @@ def known_metrics(values: Values, results: Mapping[str, Any], task: str, source:
 
 
 def columns_of(values: Values) -> list[str]:
-    """Return the `METRIC,FILTER` columns."""
     return [name for name in values if not name.startswith(WEIGHT)]
 
 
@@ -223,5 +222,4 @@ def choose(task: str, name: str | None, columns: Iterable[str]) -> str:
 
 
 def metric_name(column: str) -> str:
-    """Return the metric of a `METRIC,FILTER`."""
     return column.partition(",")[0]

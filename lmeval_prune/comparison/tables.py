@@ -36,7 +36,6 @@ class Table:
 
     @property
     def columns(self) -> list[str]:
-        """Return the compared `METRIC,FILTER`s."""
         return sorted({metric.column for metric in self.metrics})
 
     @property
@@ -46,7 +45,6 @@ class Table:
 
     @property
     def is_perplexity(self) -> bool:
-        """Return whether the metric is the exponential of the mean."""
         return any(metric.aggregation.is_exponential for metric in self.metrics)
 
     @property
@@ -64,7 +62,6 @@ class Table:
             return np.exp(figures) if self.is_perplexity else figures
 
     def values_of(self, variants: Sequence[str]) -> np.ndarray:
-        """Return the values of some variants, shape (questions, variants)."""
         return self.values[:, [self.variants.index(name) for name in variants]]
 
 
@@ -143,7 +140,6 @@ class Row:
 
     @property
     def is_significant(self) -> bool:
-        """Return whether the difference is significant after Holm's correction."""
         return self.p_holm is not None and self.p_holm < LEVEL
 
 
@@ -169,7 +165,6 @@ class Comparison:
 
     @property
     def tasks(self) -> list[str]:
-        """Return the names of tasks, parts, groups and pooled tasks."""
         return list(self.tables)
 
     @property

@@ -94,7 +94,6 @@ def token_distances(
 
 
 def masks_of(variants: Mapping[str, Sequence[Intervention]]) -> dict[str, HeadMask]:
-    """Return the variants that are a head mask alone."""
     return {
         name: interventions[0]
         for name, interventions in variants.items()
@@ -104,7 +103,6 @@ def masks_of(variants: Mapping[str, Sequence[Intervention]]) -> dict[str, HeadMa
 
 @contextmanager
 def applied(interventions: Sequence[Intervention], model: Any, model_map: ModelMap) -> Iterator[None]:
-    """Apply interventions to a model inside the block."""
     with ExitStack() as stack:
         for intervention in interventions:
             stack.enter_context(intervention.applied_to(model, model_map))

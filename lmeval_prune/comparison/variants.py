@@ -50,7 +50,6 @@ class RecordingLM(PrunedHFLM):
     recorded: dict[str, list[Any]] | None = None
 
     def answer(self, kind: str, requests: list[Any], disable_tqdm: bool) -> list[Any]:
-        """Answer requests, or record them and return placeholders."""
         if self.recorded is None:
             return super().answer(kind, requests, disable_tqdm)
         self.recorded.setdefault(kind, []).extend(requests)
@@ -72,7 +71,6 @@ def record_requests(lm: RecordingLM, **evaluation: Any) -> dict[str, list[Any]]:
 
 
 def load(pretrained: str, settings: DistanceOptions) -> RecordingLM:
-    """Load a model that the decoding engine runs."""
     arguments = {"engine": "batched", "deterministic": True, **settings.model_args}
     return RecordingLM(pretrained, **arguments, **({"device": settings.device} if settings.device else {}))
 
@@ -120,7 +118,6 @@ def scored_texts(lm: RecordingLM, requests: Mapping[str, list[Any]]) -> list[Tex
 
 
 def document(request: Any) -> tuple[str, int]:
-    """Return the document of a request."""
     return str(request.task_name), int(request.doc_id)
 
 

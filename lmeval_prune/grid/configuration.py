@@ -70,7 +70,6 @@ class Variant(Settings):
 
     @cached_property
     def served(self) -> bool:
-        """Return whether a server runs the model."""
         return "base_url" in self.model_args
 
 
@@ -120,7 +119,6 @@ class Grid(Settings):
 
     @classmethod
     def read(cls, path: str) -> Self:
-        """Read a grid's YAML file."""
         check_exists(packaged(path), file=True)
         try:
             return cls.of(yaml.load(packaged(path).read_text(encoding="utf-8"), _UniqueKeyLoader))
@@ -131,7 +129,6 @@ class Grid(Settings):
 
     @classmethod
     def of(cls, content: Any) -> Self:
-        """Parse the content of a grid's YAML."""
         if not isinstance(content, dict) or not content.get("variants") or not content.get("tasks"):
             raise InputError("a grid has `variants:` and `tasks:`")
         settings = dict(content)
@@ -151,7 +148,6 @@ class _UniqueKeyLoader(yaml.SafeLoader):
     """A YAML loader that refuses repeated keys; PyYAML silently keeps the last one."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """Return the mapping of a node whose keys are all different."""
         keys = Counter(key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.value != "<<")
         if duplicate := next((key for key, count in keys.items() if count > 1), None):
             raise InputError(f"the key {duplicate!r} is repeated (line {node.start_mark.line + 1}); leave one out")
@@ -159,7 +155,6 @@ class _UniqueKeyLoader(yaml.SafeLoader):
 
 
 def _task(settings: Any, defaults: dict[str, Any]) -> GridTask:
-    """Read an entry of `tasks:`, a name or a dictionary; its gen_kwargs are merged with those of the grid."""
     settings = {"task": settings} if isinstance(settings, str) else settings
     merged = {**defaults, **settings}
     merged["gen_kwargs"] = {**(defaults.get("gen_kwargs") or {}), **(settings.get("gen_kwargs") or {})}

@@ -86,18 +86,15 @@ class RandomHeads(Preparation):
     seed: Seed = 0
 
     def make(self, lm: Any, folder: Path) -> None:
-        """Draw heads and write their mask."""
         self._draw(lm.model_map).save(folder / "mask.json", lm.model_map)
 
     def check(self, model_map: Any) -> None:
-        """Refuse a share that leaves too few heads, or none; see `Preparation.check`."""
         self._draw(model_map)
 
     def _draw(self, model_map: Any) -> HeadMask:
         return HeadMask.random(round(self.share * model_map.total_heads), self.seed, model_map)
 
     def model_args(self, folder: Path) -> dict[str, Any]:
-        """Return the mask."""
         return {"mask": str(folder / "mask.json")}
 
 
@@ -156,7 +153,6 @@ class Prune(PruneSettings, Preparation):
             check_cuttable(model_map, HEADS in options.kinds)
 
     def make(self, lm: Any, folder: Path) -> None:
-        """Write the plan, and the checkpoint if `cut`."""
         from lmeval_prune.planning.own_answers import text_source
         from lmeval_prune.pruners.schedule import stages
         from lmeval_prune.surgery.cut import cut_to
@@ -182,7 +178,6 @@ class Prune(PruneSettings, Preparation):
             rmtree(finished, ignore_errors=True)
 
     def model_args(self, folder: Path) -> dict[str, Any]:
-        """Return the checkpoint, or the plan."""
         return {"pretrained": str(folder / "model")} if self.cut else {"plan": str(folder / "plan.json")}
 
 
@@ -206,6 +201,5 @@ def with_chat_template(name: str, settings: dict[str, Any], apply_chat_template:
 
 
 def make_preparation(name: str, settings: dict[str, Any]) -> Preparation:
-    """Create a preparation from its name and fields."""
     preparation: Preparation = PREPARATIONS.load(name).from_dict(settings, name)
     return preparation

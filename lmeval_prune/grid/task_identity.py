@@ -34,7 +34,6 @@ class TaskIdentity(NamedTuple):
 
 
 def identify(manager: TaskManager, grid_task: GridTask) -> TaskIdentity:
-    """Load a task and identify it."""
     content: dict[str, str] = {}
     draws = samples = False
     check_task_names(manager, [grid_task.task])

@@ -121,7 +121,6 @@ class Worker:
                 masks = ()  # the first cell has answered the requests with all masks
 
     def close(self) -> None:
-        """Free the model."""
         lm, self.lm, self._loaded = self.lm, None, None
         if lm is not None:
             with suppress(Exception):  # its constructor may have failed
@@ -278,7 +277,6 @@ class _Writer(EvaluationTracker):
 
     @property
     def date_id(self) -> str:
-        """Return the key."""
         return self.key
 
     @date_id.setter

@@ -13,7 +13,6 @@ TARGETS: dict[str, str] = {}
 
 
 def load_registered(name: str) -> Any:
-    """Import the function registered under a name."""
     if name not in TARGETS:
         raise InputError(
             f"{name}= needs lmeval-prune to be registered with lm-eval: unset LMEVAL_PRUNE_NO_BRIDGE, or use "

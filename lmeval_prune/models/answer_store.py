@@ -96,7 +96,6 @@ def summarize_lengths(endings: Iterable[Ending | None], limit: int | None) -> di
 
 
 def merge_lengths(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Merge several `Lengths`."""
     counts = [part["answers"] - part["unknown"] for part in parts]
     total: dict[str, Any] = {name: sum(part[name] for part in parts) for name in ("answers", "unknown")}
     for name in ("cut_off", "mean_tokens"):
@@ -202,7 +201,6 @@ class AnswerStore:
             self.endings[key] = Ending(columns["length"], columns["cut_off"])
 
     def close(self) -> None:
-        """Close the file and release its lock."""
         self._close_file()
         self._release()
 
@@ -267,7 +265,6 @@ class PendingRequests:
         return keys
 
     def part(self, indices: Sequence[int]) -> PendingRequests:
-        """Return some of the requests as pending requests of their own."""
         columns = [[values[index] for index in indices] for values in (self.requests, self.keys, self.repeats)]
         return PendingRequests(self.kind, self.add, *columns)
 

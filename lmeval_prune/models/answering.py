@@ -53,22 +53,18 @@ class AnsweringLM(LM):
 
     @print_input_errors
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
-        """Generate a text for each request."""
         return self.answer("generate_until", requests, disable_tqdm)
 
     @print_input_errors
     def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        """Return the log-likelihood of each continuation, and whether greedy decoding would generate it."""
         return self.answer("loglikelihood", requests, disable_tqdm)
 
     @print_input_errors
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[Any]:
-        """Return the log-likelihood of each text."""
         return self.answer("loglikelihood_rolling", requests, disable_tqdm)
 
     @print_input_errors
     def set_cache_hook(self, cache_hook: Any) -> None:
-        """Set lm-eval's cache hook; refuse that of `--use_cache`."""
         if getattr(cache_hook, "dbdict", None) is not None:
             raise InputError(self.why_no_cache)
         super().set_cache_hook(cache_hook)
@@ -85,12 +81,10 @@ class AnsweringLM(LM):
         return template
 
     def close(self) -> None:
-        """Release the answer store; garbage collection does the same."""
         if self.store:
             self.store.close()
 
     def any_rank(self, flag: bool) -> bool:
-        """Return whether a flag is true on some process."""
         if self.world_size <= 1:
             return flag
         return bool(self.all_gather(torch.tensor([int(flag)], device=self.device)).max())
@@ -148,11 +142,9 @@ class PrunedLM(AnsweringLM):
         """Refuse requests that the model cannot answer."""
 
     def gather_from_ranks(self, value: Any) -> list[Any]:
-        """Return the value of each process, in the order of ranks."""
         return list(gather_object([value])) if self.world_size > 1 else [value]
 
     def answer(self, kind: str, requests: list[Any], disable_tqdm: bool) -> list[Any]:
-        """Return the responses to requests of one kind; `InputError` if the model cannot answer them."""
         self.check_requests(kind, requests)
         router, masks = self.router, {DENSE: None} if self.router is None else self.router.masks
         if router:
@@ -344,6 +336,5 @@ def use_lm_eval_logging() -> None:
 
 
 def log_interventions(lm: Any, model: torch.nn.Module) -> None:
-    """Log each intervention on the model of `lm`."""
     for intervention in interventions_on(model):
         logger.info("applied: %s", intervention.summary(lm.model_map))

@@ -111,7 +111,6 @@ class Arguments(Settings):
 
     @property
     def allowances(self) -> dict[str, bool]:
-        """Return the allowances that were given."""
         return {name: getattr(self, name) for name in ALLOWANCES if getattr(self, name) is not None}
 
     @property
@@ -141,7 +140,6 @@ METHODS.reserve({argument.name for argument in fields(Arguments)})
 
 @cache
 def hf_arguments() -> frozenset[str]:
-    """Return the names of the arguments of lm-eval's `hf`."""
     from lm_eval.models.huggingface import HFLM
 
     return frozenset(inspect.signature(HFLM.__init__).parameters) - {"self", "kwargs"}

@@ -72,12 +72,10 @@ class AthenaLM(AnsweringLM):
         log_interventions(self, self.host.encoder)
 
     def close(self) -> None:
-        """Undo the interventions; garbage collection does the same."""
         self._applied.close()
 
     @cached_property
     def model_map(self) -> ModelMap:
-        """Return the encoder's layers and heads."""
         return map_model(self.host.encoder)
 
     def answer(self, kind: str, requests: list[Any], disable_tqdm: bool) -> list[Any]:
@@ -99,7 +97,6 @@ class AthenaLM(AnsweringLM):
         return [rf"\boxed{{{text}}}" if text else "" for text in texts]
 
     def get_model_info(self) -> dict[str, Any]:
-        """Return the model's training and a section `pruning` for the results file."""
         training = {key: self.about.get(key) for key in ("options", "problems", "best_epoch")}
         parameters = sum(parameter.numel() for parameter in self.host.parameters())
         pruning = interventions_report(self, self.host.encoder, self.model_map.weights)

@@ -49,7 +49,6 @@ def check_settings(settings: dict[str, Any]) -> None:
 
 
 def without_sampling(settings: dict[str, Any]) -> dict[str, Any]:
-    """Return lm-eval's generation settings for greedy decoding."""
     return {name: value for name, value in settings.items() if name not in _SAMPLING} | {"do_sample": False}
 
 

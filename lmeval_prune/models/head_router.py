@@ -72,10 +72,8 @@ class FixedOrderRouter(HeadRouter):
     pool: Sequence[str] = ()
 
     def order(self, request: Any) -> Sequence[str]:
-        """Return the pool."""
         return self.pool
 
     @property
     def info(self) -> dict[str, Any]:
-        """Return the pool."""
         return {"source": "in turn", "pool": list(self.pool)}

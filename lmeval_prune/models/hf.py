@@ -55,7 +55,6 @@ class EngineHFLM(PrunedLM, HFLM):
         super().__init__(*args, **kwargs)
 
     def applied(self) -> tuple[Intervention, ...]:
-        """Return the interventions on the model."""
         return interventions_on(self.model)
 
     @property
@@ -76,7 +75,6 @@ class EngineHFLM(PrunedLM, HFLM):
     # ------------------------------------------------------------------ the engine, or `hf`
 
     def choose_engine(self) -> None:
-        """Create the decoding engine, if it may answer requests."""
         options, size = self.arguments, self.batch_size
         is_auto = options.engine == "auto"
         self._logged: set[str] = set()
@@ -101,7 +99,6 @@ class EngineHFLM(PrunedLM, HFLM):
             self.engine.min_rows = size if isinstance(size, int) else AUTO_MIN_ROWS
 
     def by_engine(self, requests: Sequence[Any]) -> list[int]:
-        """Return the indices of the generation requests that the engine answers."""
         if self.arguments.engine != "auto":
             return list(range(len(requests))) if self.engine else []
         if len(requests) < AUTO_MIN_REQUESTS:
@@ -119,7 +116,6 @@ class EngineHFLM(PrunedLM, HFLM):
         return chosen
 
     def _log(self, decision: str, reason: str = "") -> None:
-        """Log a decision, once for each reason."""
         if (reason or decision) not in self._logged:
             self._logged.add(reason or decision)
             if self.rank == 0:

@@ -75,7 +75,6 @@ class Checkpoint:
 
     @cached_property
     def tokenizer(self) -> Any:
-        """Load the same tokenizer as `hf`."""
         files = dict(self.files)
         if name := self.loading.get("tokenizer"):
             files.pop("gguf_file", None)

@@ -101,7 +101,6 @@ class PrunedHFLM(EngineHFLM):
         return torch.initial_seed() if self.fixed_seed is None else self.fixed_seed
 
     def _prepare(self) -> None:
-        """Apply interventions, create the engine and open the store, if it is not open."""
         with self._apply() as stack:  # undoes the interventions if the rest fails
             self.choose_engine()
             self.begin_answering()
@@ -116,7 +115,6 @@ class PrunedHFLM(EngineHFLM):
             return stack.pop_all()
 
     def close(self) -> None:
-        """Undo the interventions and release the answer store; garbage collection does the same."""
         self._applied.close()
         super().close()
 
@@ -190,7 +188,6 @@ class PrunedHFLM(EngineHFLM):
 
     @cached_property
     def model_map(self) -> ModelMap:  # type: ignore[override]
-        """Return the model's layers and heads."""
         return map_model(self.model, **self.arguments.description)
 
     @property
@@ -203,7 +200,6 @@ class PrunedHFLM(EngineHFLM):
 
     @cached_property
     def tokenizer_fingerprint(self) -> str:
-        """Return the tokenizer's fingerprint."""
         return tokenizer_fingerprint(self.tokenizer)
 
     @property
@@ -221,7 +217,6 @@ class PrunedHFLM(EngineHFLM):
     # ------------------------------------------------------------------ requests and reports
 
     def check_requests(self, kind: str, requests: list[Any]) -> None:
-        """Refuse wrong settings of generation."""
         if kind == "generate_until" and not self.arguments.router:  # which sets the temperature of each try
             for request in requests:
                 check_settings(request.args[1])
@@ -229,7 +224,6 @@ class PrunedHFLM(EngineHFLM):
                     prompt_room(self, answer_limit(request.args[1], self.max_gen_toks))
 
     def get_model_info(self) -> dict[str, Any]:
-        """Return lm-eval's model information with a section `pruning`."""
         return {**super().get_model_info(), "pruning": self.pruning_info()}
 
     def pruning_info(self) -> dict[str, Any]:

@@ -363,7 +363,6 @@ class PrunedServerLM(PrunedLM, LocalCompletionsAPI):
         return parts
 
     def get_model_info(self) -> dict[str, Any]:
-        """Return the section `pruning` of the results file."""
         masks: Any = self.arguments.interventions
         heads = [head for mask in masks for head in mask.resolve(self.model_map).heads]
         info: dict[str, Any] = {"created_by": CREATED_BY, **self.identity, "heads": heads}

@@ -32,7 +32,7 @@ def compare(
 
     Args:
         words: `PATH` or `NAME=PATH` of each run; see `find_runs`.
-        baseline: name or path of a run; None for the first.
+        baseline: name or path of a run; None for the only one without pruning, else the first.
         tasks: tasks and groups to compare; empty for all of the baseline.
         metric: `METRIC` or `METRIC,FILTER` to compare where a task has it; None for each task's default.
         by: columns of the documents; their values divide each task into parts.
@@ -42,11 +42,14 @@ def compare(
     runs = {run.name: run for run in find_runs(words)}
     if len(runs) < 2:
         raise InputError(f"{first_few(runs)} is a single run; name another one, too")
-    if baseline is not None and baseline in words and len(words) == len(runs):  # named by its path
+    if baseline is None:
+        whole = [name for name, run in runs.items() if not run.is_pruned]
+        baseline = whole[0] if len(words) == len(whole) == 1 else next(iter(runs))
+    elif baseline in words and len(words) == len(runs):  # named by its path
         baseline = list(runs)[list(words).index(baseline)]
-    if baseline is not None and baseline not in runs:
+    if baseline not in runs:
         raise InputError(f"there is no run {baseline!r} for the baseline; the runs are {first_few(runs)}")
-    base = runs.pop(baseline or next(iter(runs)))
+    base = runs.pop(baseline)
     comparison = compare_runs([base, *runs.values()], tasks, metric, by, allow_different, seed)
     about = {run.name: run.about() for run in (base, *runs.values())}
     return replace(comparison, title=f"{first_few(runs, most=3)} against {base.name}", about=about)
@@ -112,8 +115,19 @@ def compare_runs(
 
 
 def _tasks(names: Sequence[str], base: Run, others: Sequence[Run]) -> tuple[list[str], list[str]]:
-    """Return the tasks to compare (`names`, or all), those of the baseline that another run has, and notes."""
-    chosen, notes = _named_tasks(names, base), []
+    """Return the tasks to compare, those of the baseline that another run has, and notes.
+
+    `names` are tasks, groups, or the last parts of `GROUP::TASK`; empty: all tasks of the baseline.
+    """
+    available, named, notes = [*base.groups, *base.tasks], dict[str, None](), []
+    for name in names:
+        full_names = [name] if name in available else [known for known in available if known.endswith(f"::{name}")]
+        for task in [task for full_name in full_names or [name] for task in _leaves(full_name, base.groups)]:
+            if task not in base.tasks:
+                hint = did_you_mean(task, available) or f"; it has {first_few(available)}"
+                raise InputError(f"tasks: {base.name} has no samples of {task!r}{hint}")
+            named[task] = None
+    chosen = list(named) or base.tasks
     for run in others:
         if set(chosen).isdisjoint(run.tasks):
             raise InputError(
@@ -125,26 +139,12 @@ def _tasks(names: Sequence[str], base: Run, others: Sequence[Run]) -> tuple[list
     shared = [task for task in chosen if not others or any(task in run.tasks for run in others)]
     if alone := [task for task in chosen if task not in shared]:
         notes.append(f"{base.name}: {first_few(alone)} left out, which no other run has")
-    notes += [
-        f"{run.name} on {task}: each question's mean over {count} results files"
-        for run in (base, *others)
-        for task in shared
-        if (count := len(run.files_of(task))) > 1
-    ]
+    for run in (base, *others):
+        counts = {task: len(run.files_of(task)) for task in shared}
+        notes += [
+            f"{run.name} on {task}: each question's mean over {n} results files" for task, n in counts.items() if n > 1
+        ]
     return shared, notes
-
-
-def _named_tasks(names: Sequence[str], base: Run) -> list[str]:
-    """Return the tasks that are named, directly, by their groups, or by the last part of `GROUP::TASK`; else all."""
-    available, named = [*base.groups, *base.tasks], dict[str, None]()
-    for name in names:
-        full_names = [name] if name in available else [known for known in available if known.endswith(f"::{name}")]
-        for task in [task for full_name in full_names or [name] for task in _leaves(full_name, base.groups)]:
-            if task not in base.tasks:
-                hint = did_you_mean(task, available) or f"; it has {first_few(available)}"
-                raise InputError(f"tasks: {base.name} has no samples of {task!r}{hint}")
-            named[task] = None
-    return list(named) or base.tasks
 
 
 # ---------------------------------------------------------------------- what has to agree
@@ -157,13 +157,23 @@ def _align(task: str, evaluations: dict[str, Evaluation], allowed: Collection[Ki
     those of all runs are kept.
     """
     (baseline, base), notes = next(iter(evaluations.items())), []
+    first = {outcome.question: outcome.prompt for outcome in base.outcomes}
     for name, evaluation in evaluations.items():
-        differences = _differences(base, evaluation)
+        differences: dict[Kind, str] = {}
+        second = {outcome.question: outcome.prompt for outcome in evaluation.outcomes}
+        shared, own, other = first.keys() & second.keys(), evaluation.settings, base.settings
+        if not len(shared) == len(first) == len(second):
+            differences["questions"] = f"{len(second)} and {len(first)}, {len(shared)} of them the same"
+        if changed := sum(first[key] != second[key] for key in shared):
+            reasons = different(own.prompt, other.prompt, own.lm_eval == other.lm_eval)
+            differences["prompts"] = "; ".join([f"{changed} of {len(shared)}", *reasons[:4]])
+        if reasons := different(own.other, other.other, own.lm_eval == other.lm_eval):
+            differences["settings"] = first_few(reasons, most=4)
         if refused := [kind for kind in differences if kind not in allowed]:
             raise InputError(
                 f"{name!r} and the baseline {baseline!r} have different {' and '.join(refused)} of {task} "
                 f"({'; '.join(differences[kind] for kind in refused)}); evaluate them alike, or add "
-                f"--allow-different {','.join(dict.fromkeys([*allowed, *refused]))}"
+                f"--allow_different {','.join(dict.fromkeys([*allowed, *refused]))}"
             )
         notes += [f"{name} on {task}: different {kind} ({text})" for kind, text in differences.items()]
     common = set.intersection(*(set(evaluation.questions) for evaluation in evaluations.values()))
@@ -173,22 +183,6 @@ def _align(task: str, evaluations: dict[str, Evaluation], allowed: Collection[Ki
     for name, evaluation in evaluations.items():
         evaluations[name] = evaluation.of(order)
     return notes
-
-
-def _differences(base: Evaluation, compared: Evaluation) -> dict[Kind, str]:
-    differences: dict[Kind, str] = {}
-    first, second = ({o.question: o.prompt for o in evaluation.outcomes} for evaluation in (base, compared))
-    shared = first.keys() & second.keys()
-    if not len(shared) == len(first) == len(second):
-        differences["questions"] = f"{len(second)} and {len(first)}, {len(shared)} of them the same"
-    has_same_version = base.settings.lm_eval == compared.settings.lm_eval
-    if other := sum(first[key] != second[key] for key in shared):
-        reasons = different(compared.settings.prompt, base.settings.prompt, has_same_version)
-        text = f"{other} of {len(shared)}"
-        differences["prompts"] = f"{text}; {first_few(reasons, most=4)}" if reasons else text
-    if reasons := different(compared.settings.other, base.settings.other, has_same_version):
-        differences["settings"] = first_few(reasons, most=4)
-    return differences
 
 
 # ---------------------------------------------------------------------- tables

@@ -93,7 +93,6 @@ class ResultsFile:
 
     @property
     def other_args(self) -> dict[str, Any]:
-        """Return the arguments of the model but its seed."""
         return {name: value for name, value in self.model_args.items() if name != "seed"}
 
     @property
@@ -138,10 +137,9 @@ class ResultsFile:
             "apply_chat_template": self.results.get("chat_template_sha") is not None,
             "fewshot_as_multiturn": bool(self.results.get("fewshot_as_multiturn")),
             "fewshot_seed": self.config.get("fewshot_seed"),
-            **{name: value for name, value in config.items() if name in _PROMPT},
+            **{name: config.pop(name) for name in _PROMPT & config.keys()},
         }
-        other = {name: value for name, value in config.items() if name not in _PROMPT}
-        other["version of the task"] = (self.results.get("versions") or {}).get(task)
+        other = config | {"version of the task": (self.results.get("versions") or {}).get(task)}
         return Settings(_flat(prompt), _flat(other), self.results.get("lm_eval_version"))
 
     def lengths(self, task: str) -> Any:
@@ -184,11 +182,6 @@ class Settings(NamedTuple):
     prompt: dict[str, Any]  # of its prompts
     other: dict[str, Any]  # of generation, filters and metrics
     lm_eval: str | None  # lm-eval's version
-
-    @property
-    def of_repeats(self) -> dict[str, Any]:
-        """Return the settings that agree in repeats with several seeds."""
-        return {name: value for name, value in (self.prompt | self.other).items() if name != "fewshot_seed"}
 
 
 def different(first: Mapping[str, Any], second: Mapping[str, Any], has_same_version: bool) -> list[str]:
@@ -265,28 +258,25 @@ def _read(file: ResultsFile, task: str, columns: Sequence[str], settings: Settin
         number = row["doc_id"]
         for column, value in values(row).items():
             by_column[column][number] = value
-        if number not in outcomes:
-            outcomes[number] = _outcome(row, config, columns)
+        if number in outcomes:
+            continue
+        answer, text_key = read_answer(row, config)
+        texts = [[part for part in request if not isinstance(part, dict)] for request in row["arguments"]]
+        prompt = intern(digest(json.dumps(texts)))
+        response = Response(prompt, digest(answer.answer) if answer.answer else "", log_likelihoods(row))
+        shown = Answer(*(intern(shortened(text)) for text in answer))  # runs that are compared have the same questions
+        fields = [row["doc"].get(column) if isinstance(row["doc"], dict) else None for column in columns]
+        document = tuple(str(value) if isinstance(value, str | int | float) else None for value in fields)
+        question = Question(intern(row["doc_hash"]), 0)
+        outcomes[number] = Outcome(number, question, intern(text_key), prompt, shown, (response,), document)
     order, repeats = sorted(outcomes), Counter[str]()
     for number in order:
-        document = outcomes[number].question.hash
-        outcomes[number] = outcomes[number]._replace(question=Question(document, repeats[document]))
-        repeats[document] += 1
+        document_hash = outcomes[number].question.hash
+        outcomes[number] = outcomes[number]._replace(question=Question(document_hash, repeats[document_hash]))
+        repeats[document_hash] += 1
     own = {column: np.array([known.get(n, np.nan) for n in order]) for column, known in by_column.items()}
     metrics = known_metrics(own, file.results, task, file.samples[task])
     return Evaluation([outcomes[number] for number in order], own, metrics, settings)
-
-
-def _outcome(row: dict[str, Any], config: dict[str, Any], columns: Sequence[str]) -> Outcome:
-    answer, text_key = read_answer(row, config)
-    texts = [[part for part in request if not isinstance(part, dict)] for request in row["arguments"]]
-    prompt = intern(digest(json.dumps(texts)))
-    response = Response(prompt, digest(answer.answer) if answer.answer else "", log_likelihoods(row))
-    shown = Answer(*(intern(shortened(text)) for text in answer))  # runs that are compared have the same questions
-    fields = [row["doc"].get(column) if isinstance(row["doc"], dict) else None for column in columns]
-    document = tuple(str(value) if isinstance(value, str | int | float) else None for value in fields)
-    question = Question(intern(row["doc_hash"]), 0)
-    return Outcome(row["doc_id"], question, intern(text_key), prompt, shown, (response,), document)
 
 
 def _mean(run: str, task: str, parts: list[Evaluation]) -> Evaluation:
@@ -337,6 +327,12 @@ class Run:
             if members and name not in (file.results.get("configs") or {})
         }
 
+    @property
+    def is_pruned(self) -> bool:
+        """Return whether this package has written that something of the model was pruned."""
+        found = self.files[0].config.get("pruning") or {}
+        return bool(found.get("heads") or found.keys() - {"created_by", "weights_fingerprint", "heads", "answers"})
+
     def about(self) -> str:
         """Describe the run in a line."""
         first = self.files[0]
@@ -359,7 +355,8 @@ class Run:
         files = self.files_of(task)
         settings = [file.settings(task) for file in files]
         for file, other in zip(files[1:], settings[1:], strict=True):
-            reasons = different(settings[0].of_repeats, other.of_repeats, settings[0].lm_eval == other.lm_eval)
+            repeated = [{**each.prompt, **each.other, "fewshot_seed": None} for each in (settings[0], other)]
+            reasons = different(*repeated, settings[0].lm_eval == other.lm_eval)
             # lm-eval leaves out what it could not find out
             reasons += different(files[0].model, file.model, has_same_version=False)
             both = bool(files[0].pruning and file.pruning)

@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lmeval_prune.decoding import Engine, Request, SamplingParams
-from lmeval_prune.models.identity import Checkpoint
+from lmeval_prune.models.identity import Checkpoint, generation_digest
 from tests.test_pruned_hf import PROMPTS, model, request
 
 LONG = {"until": ["\x00"], "max_gen_toks": 12}
@@ -51,7 +51,7 @@ def test_the_limit_is_the_tasks_by_any_name(tiny_folder: Path, tmp_path: Path, e
         lm = model(source, engine=engine)
         requests = [request("generate_until", (p, {"until": ["\x00"], name: 12}), i) for i, p in enumerate(PROMPTS)]
         results.append((lm.generate_until(requests), lm.lengths["toy"], lm.identity["generation_config"]))
-    digests = {Checkpoint({"pretrained": str(path)}).generation_digest for path in (other, folder)}
+    digests = {generation_digest(Checkpoint({"pretrained": str(path)}).generation_config) for path in (other, folder)}
     assert results[0][:2] == results[1][:2] and results[0][1]["mean_tokens"] == results[0][1]["max_gen_toks"] == 12
     assert "max_new_tokens" not in results[1][2] and len(digests) == 1
 

@@ -117,17 +117,14 @@ def compare_runs(
 def _tasks(names: Sequence[str], base: Run, others: Sequence[Run]) -> tuple[list[str], list[str]]:
     """Return the tasks to compare, those of the baseline that another run has, and notes.
 
-    `names` are tasks, groups, or the last parts of `GROUP::TASK`; empty: all tasks of the baseline.
+    `names` are tasks and groups; empty: all tasks of the baseline.
     """
-    available, named, notes = [*base.groups, *base.tasks], dict[str, None](), []
-    for name in names:
-        full_names = [name] if name in available else [known for known in available if known.endswith(f"::{name}")]
-        for task in [task for full_name in full_names or [name] for task in _leaves(full_name, base.groups)]:
-            if task not in base.tasks:
-                hint = did_you_mean(task, available) or f"; it has {first_few(available)}"
-                raise InputError(f"tasks: {base.name} has no samples of {task!r}{hint}")
-            named[task] = None
-    chosen = list(named) or base.tasks
+    available, notes = [*base.groups, *base.tasks], list[str]()
+    chosen = list(dict.fromkeys(task for name in names for task in _leaves(name, base.groups))) or base.tasks
+    for task in chosen:
+        if task not in base.tasks:
+            hint = did_you_mean(task, available) or f"; it has {first_few(available)}"
+            raise InputError(f"tasks: {base.name} has no samples of {task!r}{hint}")
     for run in others:
         if set(chosen).isdisjoint(run.tasks):
             raise InputError(

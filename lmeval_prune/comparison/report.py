@@ -17,7 +17,7 @@ from markupsafe import Markup
 
 from lmeval_prune.artefacts import CREATED_BY, without_nan, write_text
 from lmeval_prune.comparison.columns import COSTS, MEASURED, TESTED, cost_range, level
-from lmeval_prune.comparison.tables import POOLED, Comparison, Row, Table
+from lmeval_prune.comparison.tables import POOLED, Comparison, Row
 from lmeval_prune.errors import InputError, did_you_mean, first_few
 from lmeval_prune.reporting.documents import bold, csv, markdown, render
 
@@ -177,23 +177,38 @@ def _page(
     The questions of each task are a packed block of their own behind the program, which unpacks it when it is asked
     for, so that a large page can be used at once.
     """
-    characters_left, tasks = MAX_CHARACTERS, {}
+    characters_left, tasks = MAX_CHARACTERS, dict[str, dict[str, Any]]()
     for task, table in comparison.evaluated.items():
-        tasks[task] = _values(table)
-        if task not in without_texts:
-            texts = _texts(comparison, task, table)
-            characters_left -= sum(map(len, texts["texts"]))
-            if characters_left <= 0:
-                texts = {"shown": texts["shown"]}
-            tasks[task] |= {**texts, "withheld": False}
+        figures = zip(table.variants, table.figures.T, strict=True)
+        tasks[task] = {
+            "shown": [{"id": str(number)} for number in table.numbers],
+            "values": {name: [round(float(value), 6) for value in column] for name, column in figures},
+            "binary": table.are_shares and bool(np.isin(table.values, (0.0, 1.0)).all()),
+            "withheld": True,
+            "lower": table.lower_is_better,
+        }
+        if task in without_texts:
+            continue
+        answers = {name: comparison.answers(name, task) for name in table.variants}
+        gold = zip(table.numbers, answers[comparison.baseline], strict=True)
+        shown = [{"id": str(i), "question": answer.question, "target": answer.target} for i, answer in gold]
+        tasks[task] |= {"shown": shown, "withheld": False}
+        # All answers to a question stand together: they are much alike, so that they are compressed to less.
+        texts = list(dict.fromkeys(answer.answer for row in zip(*answers.values(), strict=True) for answer in row))
+        characters_left -= sum(map(len, texts))
+        if characters_left > 0:
+            numbers = {text: number for number, text in enumerate(texts)}
+            likelihoods = {name: [answer.likelihood for answer in own] for name, own in answers.items()}
+            numbered = {name: [numbers[answer.answer] for answer in own] for name, own in answers.items()}
+            tasks[task] |= {"texts": texts, "answers": numbered}
+            tasks[task] |= {"likelihoods": likelihoods} if any(map(any, likelihoods.values())) else {}
     legends, rows = _legends(comparison), comparison.rows
     mean, difference, *others = (column for column in (*TESTED, *MEASURED) if column.title in legends)
     columns = [difference, mean, *others]  # a phone shows the first ones
 
-    def shown(row: Row) -> dict[str, list[str]]:
+    def cells(row: Row) -> dict[str, list[str]]:
         """Return the cell of each column, and what stands below it."""
-        texts = {c.key: c.text(row) if c.text else c.measured(row.measured) for c in columns}
-        return {c.key: [texts[c.key], c.interval(row)] for c in columns}
+        return {c.key: [c.text(row) if c.text else c.measured(row.measured), c.interval(row)] for c in columns}
 
     def variant(name: str) -> dict[str, Any]:
         measured = comparison.costs.get(name, {})
@@ -201,7 +216,7 @@ def _page(
         return {
             "name": name,
             "rows": {
-                task: {**records[name, task], "text": shown(rows[name, task])}
+                task: {**records[name, task], "text": cells(rows[name, task])}
                 for task in comparison.tasks
                 if (name, task) in rows
             },
@@ -236,49 +251,15 @@ def _page(
     return render(
         FILES / "page.html.jinja",
         title=comparison.title,
-        style=_file("page.css"),
-        script=Markup("\n").join(map(_file, SCRIPTS)),
+        style=Markup((FILES / "page.css").read_text(encoding="utf-8")),
+        script=Markup("\n".join((FILES / name).read_text(encoding="utf-8") for name in SCRIPTS)),
         report=Markup(MarkdownIt("commonmark", {"html": False}).enable("table").render(report)),
         data=_packed(data),
         blocks=[_packed(task) for task in tasks.values()],
     )
 
 
-def _file(name: str) -> Markup:
-    return Markup((FILES / name).read_text(encoding="utf-8"))
-
-
 def _packed(data: Any) -> str:
     """Return JSON, compressed, in letters."""
     text = json.dumps(without_nan(data), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     return base64.b64encode(gzip.compress(text.encode(), 9, mtime=0)).decode()
-
-
-def _values(table: Table) -> dict[str, Any]:
-    """Return a task's values for the page, without the texts of questions and answers."""
-    return {
-        "shown": [{"id": str(number)} for number in table.numbers],
-        "values": {
-            name: [round(float(value), 6) for value in column]
-            for name, column in zip(table.variants, table.figures.T, strict=True)
-        },
-        "binary": table.are_shares and bool(np.isin(table.values, (0.0, 1.0)).all()),
-        "withheld": True,
-        "lower": table.lower_is_better,
-    }
-
-
-def _texts(comparison: Comparison, task: str, table: Table) -> dict[str, Any]:
-    """Return a task's questions, and the answers as numbers of texts, of which many are the same."""
-    answers = {name: comparison.answers(name, task) for name in table.variants}
-    gold = zip(table.numbers, answers[comparison.baseline], strict=True)
-    # All answers to a question stand together: they are much alike, so that they are compressed to less.
-    texts = dict.fromkeys(answer.answer for row in zip(*answers.values(), strict=True) for answer in row)
-    numbers = {text: number for number, text in enumerate(texts)}
-    likelihoods = {name: [answer.likelihood for answer in own] for name, own in answers.items()}
-    return {
-        "shown": [{"id": str(i), "question": answer.question, "target": answer.target} for i, answer in gold],
-        "texts": list(texts),
-        "answers": {name: [numbers[answer.answer] for answer in own] for name, own in answers.items()},
-        **({"likelihoods": likelihoods} if any(map(any, likelihoods.values())) else {}),
-    }

@@ -355,8 +355,8 @@ class Run:
         files = self.files_of(task)
         settings = [file.settings(task) for file in files]
         for file, other in zip(files[1:], settings[1:], strict=True):
-            repeated = [{**each.prompt, **each.other, "fewshot_seed": None} for each in (settings[0], other)]
-            reasons = different(*repeated, settings[0].lm_eval == other.lm_eval)
+            before, after = ({**each.prompt, **each.other, "fewshot_seed": None} for each in (settings[0], other))
+            reasons = different(before, after, settings[0].lm_eval == other.lm_eval)
             # lm-eval leaves out what it could not find out
             reasons += different(files[0].model, file.model, has_same_version=False)
             both = bool(files[0].pruning and file.pruning)

@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from lmeval_prune.architectures import ModelMap, loadable_fingerprints, map_model, weights_fingerprint
+from lmeval_prune.architectures import ModelMap, adapters_of, loadable_fingerprints, map_model, weights_fingerprint
+from lmeval_prune.artefacts import digest
 from lmeval_prune.attributes import replaced
 from lmeval_prune.checkpoints import embedded
 from lmeval_prune.checkpoints.loading import (
@@ -35,7 +36,7 @@ from lmeval_prune.models.arguments import Arguments, hf_arguments
 from lmeval_prune.models.generation import answer_limit, check_settings, prompt_room
 from lmeval_prune.models.head_router import FixedOrderRouter
 from lmeval_prune.models.hf import EngineHFLM
-from lmeval_prune.models.identity import identity_of, interventions_report, tokenizer_fingerprint
+from lmeval_prune.models.identity import identity_of, interventions_report, remote_code, tokenizer_fingerprint
 from lmeval_prune.profiling.costs import cost_columns
 
 eval_logger = logging.getLogger(__name__)
@@ -204,8 +205,20 @@ class PrunedHFLM(EngineHFLM):
 
     @property
     def identity(self) -> dict[str, Any]:
-        """Return the properties of the model that answers depend on, without interventions, as JSON."""
-        return identity_of(self)
+        """Return what answers depend on of the model, without interventions; `InputError` if that cannot be known."""
+        if self.weights is None:
+            raise InputError(
+                "the weights are offloaded and cannot be identified, as stored answers require; leave out responses"
+            )
+        model, adapters = self.model, adapters_of(self.model)
+        generation = model.generation_config.to_dict() if getattr(model, "generation_config", None) else {}
+        dtype, arguments = str(model.dtype).removeprefix("torch."), self.arguments.others
+        return identity_of(
+            *(self.config, self.tokenizer, self.tokenizer_fingerprint, generation, dtype, arguments),
+            weights=self.weights,
+            adapters=digest(adapters) if adapters else None,  # of PEFT
+            code=remote_code([*model.modules(), self.config, self.tokenizer]),
+        )
 
     @property
     def outcome_identity(self) -> dict[str, Any]:

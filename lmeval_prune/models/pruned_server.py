@@ -44,7 +44,7 @@ from lmeval_prune.models.answer_store import PendingRequests
 from lmeval_prune.models.answering import PrunedLM, report_answers, use_lm_eval_logging
 from lmeval_prune.models.arguments import Arguments, refuse_empty, unknown_argument
 from lmeval_prune.models.head_router import DENSE
-from lmeval_prune.models.identity import SERVED_ANSWERING, Checkpoint, code_versions, tokenizer_fingerprint
+from lmeval_prune.models.identity import SERVED_ANSWERING, Checkpoint, code_versions, identity_of, tokenizer_fingerprint
 from lmeval_prune.models.servers import (
     KINDS,
     RECORD,
@@ -71,10 +71,6 @@ NO_EFFECT = {
     **{"num_beams": 1, "num_return_sequences": 1, "repetition_penalty": 1.0, "no_repeat_ngram_size": 0},
     **{"renormalize_logits": True, "remove_invalid_values": True},
 }
-_API_OPTIONS = (
-    *("trust_remote_code", "revision", "use_fast_tokenizer", "custom_prefix_token_id", "eos_string", "seed"),
-    *("header", "verify_certificate", "max_gen_toks", "num_concurrent", "max_retries", "timeout"),
-)
 _ANSWER_OPTIONS = ("max_gen_toks", "add_bos_token", "eos_string", "custom_prefix_token_id", "think_end_token")
 
 
@@ -154,13 +150,9 @@ class PrunedServerLM(PrunedLM, LocalCompletionsAPI):
         local = self._identify()
         tokenizer = embedded.resolve(str(options.tokenizer or self.checkpoint.path))
         with as_input_error(f"the tokenizer of {tokenizer} cannot be loaded; give tokenizer="):
-            super().__init__(
-                self.url,
-                tokenizer_backend="huggingface",
-                tokenizer=tokenizer,
-                max_length=options.max_length or resolve_max_length(self.config, None),  # for its log
-                **options.given(*_API_OPTIONS),
-            )
+            own = {"base_url": self.url, "tokenizer": tokenizer, "tokenizer_backend": "huggingface", "batch_size": 1}
+            own["max_length"] = options.max_length or resolve_max_length(self.config, None)  # for its log
+            super().__init__(**options.given(*vars(options)) | own)
         if options.ca_cert_path and options.verify_certificate:
             self.verify_certificate = ssl.create_default_context(cafile=options.ca_cert_path)
         if options.auth_token and not options.header:  # lm-eval reads it from the environment only
@@ -314,19 +306,16 @@ class PrunedServerLM(PrunedLM, LocalCompletionsAPI):
     @cached_property
     def identity(self) -> dict[str, Any]:
         """Return the parts of the model that answers depend on, except the variant, as JSON."""
-        answer_options = self.options.given(*_ANSWER_OPTIONS)
-        answer_options |= {"template": self.chat_template_args} if self.chat_template_args else {}
-        identity = {
-            "config": config_fingerprint(self.config),
-            "tokenizer": tokenizer_fingerprint(self.tokenizer),
-            "generation_config": self.checkpoint.generation_digest,
-            "dtype": self.dtype,
-            "arguments": {name: str(value) for name, value in sorted(answer_options.items())},
-            "server": self.kind.name + ("-chat" if self.chat else ""),
-            "checkpoint": self.base,
-        }
-        # models of one file name in several folders can be several trainings
-        return {**identity, "served": self.served.identity} if self.kind.adapter_list else identity
+        arguments: dict[str, Any] = self.options.given(*_ANSWER_OPTIONS)
+        arguments |= {"template": self.chat_template_args} if self.chat_template_args else {}
+        fingerprint, generation = tokenizer_fingerprint(self.tokenizer), self.checkpoint.generation_config
+        return identity_of(
+            *(self.config, self.tokenizer, fingerprint, generation, self.dtype, arguments),
+            server=self.kind.name + ("-chat" if self.chat else ""),
+            checkpoint=self.base,
+            # models of one file name in several folders can be several trainings
+            served=self.served.identity if self.kind.adapter_list else None,
+        )
 
     @property
     def outcome_identity(self) -> dict[str, Any]:

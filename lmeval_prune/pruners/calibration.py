@@ -263,12 +263,10 @@ def read_calibration(
     rows, unread = every[:windows], every[windows : windows + UNREAD]
     if not rows:
         raise InputError(
-            f"the calibration text ({name}) has {len(ids)} tokens, less than a window of {tokens}; give fewer --tokens"
+            f"the text ({name}) has {len(ids)} tokens, less than a window of {tokens}; give fewer --tokens"
         )
     if len(rows) < windows:
-        logger.warning(
-            "the calibration text (%s) gives %d of %d windows of %d tokens", name, len(rows), windows, tokens
-        )
+        logger.warning("the text (%s) gives %d of %d windows of %d tokens", name, len(rows), windows, tokens)
     special = {"before": tokenizer.convert_ids_to_tokens(before), "after": tokenizer.convert_ids_to_tokens(after)}
     tokenisation = {"special_tokens": special, "apply_chat_template": apply_chat_template}
     calibration = CalibrationText.from_windows(name, torch.tensor(rows), batch, tokenisation=tokenisation)

@@ -56,15 +56,6 @@ def test_the_limit_is_the_tasks_by_any_name(tiny_folder: Path, tmp_path: Path, e
     assert "max_new_tokens" not in results[1][2] and len(digests) == 1
 
 
-@pytest.mark.parametrize("engine", ["generate", "batched"])
-def test_end_tokens_of_the_task_end_an_answer(tiny_folder: Path, engine: str) -> None:
-    ends = sorted({answer[3] for answer in decoded(tiny_folder)})
-    lm = model(tiny_folder, engine=engine)
-    settings = {**LONG, "eos_token_id": ends}
-    lm.generate_until([request("generate_until", (p, settings), i) for i, p in enumerate(PROMPTS)])
-    assert lm.lengths["toy"]["cut_off"] == 0 and lm.lengths["toy"]["mean_tokens"] <= 4
-
-
 @pytest.mark.parametrize("arguments", [{"batch_size": 1}, {"batch_size": 3}, {"engine": "batched"}], ids=str)
 @pytest.mark.parametrize("stored", [False, True])
 def test_every_path_counts_the_same(tiny_folder: Path, tmp_path: Path, arguments: dict[str, Any], stored: bool) -> None:

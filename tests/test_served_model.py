@@ -108,17 +108,6 @@ def test_costs_of_a_model_here_are_none_of_a_served_one(tiny_folder: Path, tmp_p
     assert costs["here"] and not costs["there"] and folder.failures() == {}
 
 
-def test_files_of_one_model_are_cells_by_their_names(tiny_folder: Path) -> None:
-    """A GGUF file has the `pretrained=` of the model that it was made from."""
-    model = {"pretrained": str(tiny_folder), "dtype": "float64", "base_url": "http://127.0.0.1:9", "server": "llamacpp"}
-    settings = {"model": model, "tasks": ["prune_tiny_words"]}
-    named = {"dense": {"model": "dense"}, "cut": {"model": "cut"}}
-    assert len({cell.key for cell in cells_of(Grid.of({**settings, "variants": named}))}) == 2
-    addresses = {"dense": {}, "cut": {"base_url": "http://127.0.0.1:10", "model": None}}
-    with pytest.raises(InputError):
-        cells_of(Grid.of({**settings, "variants": addresses}))
-
-
 def test_rounding_is_no_other_model(tmp_path: Path) -> None:
     known = [("a", -1.0), ("b", -2.0), ("c", -1.5), ("d", -1.0)]
     near = [("a", -1.1), ("b", -1.9), ("e", -1.52), ("f", -9.0)]  # c and e are as probable: others follow

@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from lmeval_prune.artefacts import write_artefact
 from lmeval_prune.cli import main
-from lmeval_prune.grid.folder import GridFolder
+from lmeval_prune.grid.folder import MEASURE, VERSION, GridFolder
 from tests.test_grid_comparison import question, write_cell, write_grid
 
 RNG = np.random.default_rng(0)
@@ -85,7 +86,7 @@ def test_names_and_texts_of_others_are_only_shown(
         entry |= {"costs": f"m{number}", "command": HOSTILE}
         cells.append(entry)
         cost = {"parameters": 100, "flops_per_token": 9.0 - number, "device": HOSTILE, "threads": 1}
-        folder.write_costs(f"m{number}", cost)
+        write_artefact(folder.place("measure", f"m{number}"), MEASURE, VERSION, cost)
     folder.create(HOSTILE, base, cells)
     assert main(["grid", "compare", str(path)]) == 0
     assert "\x1b" not in capsys.readouterr().out
@@ -252,7 +253,7 @@ def grid(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = write_grid(tmp_path_factory.mktemp("page") / "g", values, "dense")
     for number, name in enumerate(values):
         cost = {"parameters": 1000 - number, "flops_per_token": 1e6 * (9 - number), "device": "cpu", "threads": 1}
-        GridFolder(path).write_costs(name, cost)
+        write_artefact(GridFolder(path).place("measure", name), MEASURE, VERSION, cost)
     assert main(["grid", "compare", str(path)]) == 0
     return path
 

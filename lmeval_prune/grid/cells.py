@@ -292,10 +292,18 @@ def selected_questions(model_args: dict[str, Any]) -> set[str]:
 def _computation(
     variant: Variant, arguments: Arguments, checkpoint: Checkpoint, engine: str, batch_size: int | str
 ) -> dict[str, Any]:
-    """Identify the settings of the computation that can change answers."""
+    """Identify the settings of the computation that can change answers; of a server, its adapters if they are here."""
     if variant.served:
-        named = {"model": str(variant.model_args["model"])} if "model" in variant.model_args else {}
-        return {"computation": {"server": engine, **named, **_adapters(variant, arguments, checkpoint)}}
+        given = variant.model_args
+        served: dict[str, Any] = {"server": engine} | ({"model": str(given["model"])} if "model" in given else {})
+        if "lora" in given:
+            served["lora"] = read_lora(given["lora"])
+        elif "adapters" in given:
+            adapters, masks = read_adapters(str(given["adapters"])), arguments.interventions
+            heads = [str(head) for mask in masks for head in mask.heads_of(checkpoint.map)]  # type: ignore[attr-defined]
+            names = list(adapters) if arguments.router else [adapter_name(heads), *heads] if heads else []
+            served["adapters"] = {name: adapters[name]["hash"] for name in names if name in adapters}
+        return {"computation": served}
     computation: dict[str, Any] = {}
     if engine == "batched" and variant.model_args.get("deterministic") is not None and not arguments.deterministic:
         computation = {"deterministic": False}
@@ -303,16 +311,3 @@ def _computation(
         computation |= {"engine": engine, "batch_size": str(batch_size)}
         computation |= {"rows": arguments.engine_rows} if engine == "batched" else {}
     return {"computation": computation} if computation else {}
-
-
-def _adapters(variant: Variant, arguments: Arguments, checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return the hashes of a served variant's adapters (with a router: all adapters) if their folder is given."""
-    if "lora" in variant.model_args:
-        return {"lora": read_lora(variant.model_args["lora"])}
-    if "adapters" not in variant.model_args:
-        return {}
-    adapters = read_adapters(str(variant.model_args["adapters"]))
-    masks: tuple[Any, ...] = arguments.interventions
-    heads = [str(head) for mask in masks for head in mask.heads_of(checkpoint.map)]
-    names = list(adapters) if arguments.router else [adapter_name(heads), *heads] if heads else []
-    return {"adapters": {name: adapters[name]["hash"] for name in names if name in adapters}}

@@ -58,8 +58,6 @@ class GridFolder:
     def results(self, key: str) -> Path:
         return self.place("evaluate", key) / f"results_{file_name(key)}.json"
 
-    # ------------------------------------------------------------------ failures, costs and distances
-
     def record_failure(self, name: str, reason: str, trace: str) -> None:
         write_artefact(self._failure(name), FAILED, VERSION, {"reason": reason, "trace": trace})
 
@@ -76,9 +74,6 @@ class GridFolder:
 
     def _failure(self, name: str) -> Path:
         return self.path / "failed" / f"{file_name(name)}.json"
-
-    def write_costs(self, key: str, content: dict[str, Any]) -> None:
-        write_artefact(self.place("measure", key), MEASURE, VERSION, content)
 
     def costs(self, key: str) -> dict[str, Any]:
         """Read the costs of a variant; empty if they were not measured."""

@@ -5,10 +5,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass
 from pathlib import Path
 from time import sleep
-from typing import Any
+from typing import Any, NamedTuple
 
 from lmeval_prune.artefacts import digest
 from lmeval_prune.grid.cells import Cell, Item, Job, Made, cells_of
@@ -25,8 +24,7 @@ Runner = Callable[[Path, Sequence[Job], Grid], Iterator[Made]]
 ORDER: tuple[Kind, ...] = ("prepare", "evaluate", "measure", "distance")  # with one loaded model
 
 
-@dataclass(frozen=True)
-class Summary:
+class Summary(NamedTuple):
     """Result of a run."""
 
     cells: int  # number of cells of the grid

@@ -28,7 +28,7 @@ from lmeval_prune.comparison.variants import RecordingLM, check_tokenizers, reco
 from lmeval_prune.comparison.variants import measure as measure_distances
 from lmeval_prune.errors import InputError, disk_error, first_line
 from lmeval_prune.grid.cells import Cell, Item, Job, Made, versions
-from lmeval_prune.grid.folder import CELL, VERSION, GridFolder
+from lmeval_prune.grid.folder import CELL, MEASURE, VERSION, GridFolder
 from lmeval_prune.interventions import HeadMask, combined
 from lmeval_prune.models.arguments import Arguments
 from lmeval_prune.models.identity import Checkpoint
@@ -198,7 +198,8 @@ class Worker:
             item.cell.preparation.make(lm, folder)
 
     def _measure(self, item: Item) -> None:
-        self.folder.write_costs(item.key, measure(self._load(item.cell, item.cell.parsed(self.folder.prepared))))
+        costs = measure(self._load(item.cell, item.cell.parsed(self.folder.prepared)))
+        write_artefact(self.folder.place("measure", item.key), MEASURE, VERSION, costs)
 
     def _evaluate(self, masks: tuple[HeadMask | None, ...], item: Item) -> None:
         """Evaluate a cell by lm-eval and write its folder; `masks` are those whose answers are computed together."""
@@ -274,13 +275,7 @@ class _Writer(EvaluationTracker):
     """lm-eval's writer, whose files have the cell's key in place of the date: the same names in every run."""
 
     key = ""
-
-    @property
-    def date_id(self) -> str:
-        return self.key
-
-    @date_id.setter
-    def date_id(self, _: str) -> None: ...
+    date_id = property(lambda self: self.key, lambda self, _: None)
 
 
 def write_cell(folder: GridFolder, cell: Cell, lm: Any, results: dict[str, Any], ran: dict[str, Any]) -> None:

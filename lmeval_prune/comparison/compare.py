@@ -11,7 +11,7 @@ import numpy as np
 from lmeval_prune.comparison.distance import answer_distances
 from lmeval_prune.comparison.runs import Evaluation, Run, different, find_runs
 from lmeval_prune.comparison.samples import WEIGHT, choose, columns_of, metric_name
-from lmeval_prune.comparison.tables import Comparison, Table, merged, pooled, rows_of, unless_equal
+from lmeval_prune.comparison.tables import POOLED, Comparison, Table, merged, rows_of
 from lmeval_prune.errors import InputError, did_you_mean, first_few
 from lmeval_prune.models.answer_store import cut_off_note
 
@@ -217,7 +217,7 @@ def _tables(
                     values=table.values[rows],
                     texts=[table.texts[row] for row in rows],
                     numbers=(),
-                    weights=None if table.weights is None else table.weights[rows],
+                    weights=table.weights[rows],
                     is_part=True,
                 )
     if missing := [column for column in by if not any(f", {column}: " in name for name in parts)]:
@@ -226,9 +226,14 @@ def _tables(
     members = {task for name in groups for task in _leaves(name, base.groups)}
     tables = {task: replace(table, is_part=task in members) for task, table in tables.items()}
     top_level = [table for table in (*tables.values(), *groups.values()) if table.are_shares and not table.is_part]
-    if len(top_level) > 1:  # otherwise all tasks are those of a group
-        all_tasks, pooling_notes = pooled(tables, variants)
-        groups |= all_tasks
+    shares = [table for table in tables.values() if table.are_shares]
+    if len(top_level) > 1 and len(shares) > 1:  # otherwise all tasks are those of a group
+        lower = [task for task, table in tables.items() if table.lower_is_better]
+        other = [task for task, table in tables.items() if not table.are_shares and task not in lower]
+        notes += [f"{POOLED}: without {', '.join(lower)}, where lower is better"] if lower else []
+        notes += [f"{POOLED}: without {', '.join(other)}, whose metric is not a share between 0 and 1"] if other else []
+        pooled, pooling_notes = merged(POOLED, shares, variants)
+        groups[POOLED] = replace(pooled, metrics=())
         notes += pooling_notes
     return tables | parts | groups, notes
 
@@ -242,9 +247,9 @@ def _table(task: str, runs: Mapping[str, Evaluation], metric: str | None) -> Tab
         complete = [column for column in columns_of(run.values) if np.isfinite(run.values[column]).all()]
         choose(task, chosen.column, complete)
     values = np.column_stack([chosen.aggregation.factor * run.values[chosen.column] for run in runs.values()])
-    weights = unless_equal(base.values[WEIGHT + chosen.column]) if chosen.aggregation.is_weighted else None
+    weights = base.values[WEIGHT + chosen.column] if chosen.aggregation.is_weighted else 1.0
     for name, run in runs.items():
-        if weights is not None and not np.allclose(run.values[WEIGHT + chosen.column], weights):
+        if chosen.aggregation.is_weighted and not np.allclose(run.values[WEIGHT + chosen.column], weights):
             raise InputError(
                 f"{name} on {task}: its documents have other numbers of words or bytes than the baseline's"
             )

@@ -124,12 +124,7 @@ def document(request: Any) -> tuple[str, int]:
 # ---------------------------------------------------------------------- measuring
 
 
-@dataclass
-class Answers:
-    """Greedy answers of a variant, by request."""
-
-    tokens: list[list[int]]  # token ids, with the end token
-    cut_off: list[bool]  # whether `max_gen_toks` ended the answer
+Answers = list[tuple[list[int], bool]]  # greedy ones: token ids with the end token; whether `max_gen_toks` ended it
 
 
 @dataclass
@@ -153,11 +148,11 @@ class Distances:
         for column, name in enumerate(COLUMNS):
             columns[name] = [rows[:, column].numpy() for rows in self.tokens[variant]]
         if self.answers:
-            dense, answers = self.answers[DENSE], self.answers[variant]
-            pairs = zip(dense.tokens, answers.tokens, strict=True)
-            differences = [first_difference(*pair) for pair in pairs]
+            tokens, cut_off = zip(*self.answers[variant], strict=True)
+            pairs = zip(self.answers[DENSE], tokens, strict=True)
+            differences = [first_difference(dense, own) for (dense, _), own in pairs]
             columns |= {"first_difference": pd.array(differences, dtype="Int32")}
-            columns |= {"answer_tokens": list(map(len, answers.tokens)), "cut_off": answers.cut_off}
+            columns |= {"answer_tokens": list(map(len, tokens)), "cut_off": cut_off}
         return pd.DataFrame(columns)
 
 
@@ -185,7 +180,7 @@ def measure(
         for name in [name for name in variants if name not in masks]:
             with applied(variants[name], lm.model, lm.model_map):
                 answers |= greedy_answers(lm, generated, {name: None})
-        for request, answer in zip(generated, answers[DENSE].tokens, strict=True):
+        for request, (answer, _) in zip(generated, answers[DENSE], strict=True):
             params, _ = generation.engine_settings(lm, generation.without_sampling(request.args[1]))
             prompt = generation.prompt_tokens(lm, request, params.max_new_tokens)
             texts.append(Text(prompt, tuple(answer), document(request)))
@@ -215,12 +210,11 @@ def greedy_answers(
 ) -> dict[str, Answers]:
     """Answer requests greedily under each mask, all in one batch."""
     names, count = list(masks), len(masks)
-    answers = {name: Answers([[]] * len(requests), [False] * len(requests)) for name in names}
+    answers: dict[str, Answers] = {name: [([], False)] * len(requests) for name in names}
 
     def done(index: int, _: str, tokens: list[int], ending: Any) -> None:
         number, mask = divmod(index, count)
-        answers[names[mask]].tokens[number] = tokens
-        answers[names[mask]].cut_off[number] = ending.cut_off
+        answers[names[mask]][number] = tokens, ending.cut_off
 
     repeated = [request for request in requests for _ in names]
     row_masks = list(masks.values()) * len(requests)
@@ -235,9 +229,9 @@ def write(output: str, pretrained: str, settings: DistanceOptions, distances: Di
     summaries = {name: summarize(frame) for name, frame in frames.items()}
     dense: Summary = {}
     if distances.answers:
-        answers, frame = distances.answers[DENSE], next(iter(frames.values()))
-        lengths = frame.assign(answer_tokens=list(map(len, answers.tokens)), cut_off=answers.cut_off)
-        answer_summary = summarize_answers(lengths)
+        tokens, cut_off = zip(*distances.answers[DENSE], strict=True)
+        frame = next(iter(frames.values())).assign(answer_tokens=list(map(len, tokens)), cut_off=cut_off)
+        answer_summary = summarize_answers(frame)
         dense = {name: answer_summary[name] for name in ("mean_tokens", "mean_tokens_se", "cut_off", "cut_off_se")}
     variants: dict[str, Any] = {}
     for variant, frame in frames.items():  # of each text, the means over its tokens

@@ -28,16 +28,9 @@ def compare(
     allow_different: Collection[Kind] = (),
     seed: int = 0,
 ) -> Comparison:
-    """Compare runs with a baseline.
+    """Compare runs with a baseline; arguments as for the command `compare`.
 
-    Args:
-        words: `PATH` or `NAME=PATH` of each run; see `find_runs`.
-        baseline: name or path of a run; None for the only one without pruning, else the first.
-        tasks: tasks and groups to compare; empty for all of the baseline.
-        metric: `METRIC` or `METRIC,FILTER` to compare where a task has it; None for each task's default.
-        by: columns of the documents; their values divide each task into parts.
-        allow_different: what may differ between runs.
-        seed: seed of the tests.
+    Without `baseline`, it is the only run of a folder without pruning, else the first.
     """
     runs = {run.name: run for run in find_runs(words)}
     if len(runs) < 2:
@@ -64,13 +57,10 @@ def compare_runs(
     seed: int = 0,
     measured: Mapping[tuple[str, str], Mapping[str, Any]] | None = None,
 ) -> Comparison:
-    """Compare runs with the first of them; see `compare`.
+    """Compare runs with the first of them, the baseline.
 
-    Args:
-        runs: the baseline and the runs that are compared with it.
-        tasks, by, allow_different, seed: as for `compare`.
-        metric: as for `compare`; or by task, and each has to have its own.
-        measured: distances by run and task, see `columns.MEASURED`; None: those of the answers from the baseline's.
+    `metric` may be given by task, which each has to have then; `measured` are distances by run and task, see
+    `columns.MEASURED`; None: those of the answers from the baseline's.
     """
     base, *others = runs
     names = [run.name for run in runs]

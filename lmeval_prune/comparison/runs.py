@@ -54,16 +54,10 @@ _PRUNING = (
 
 @dataclass(frozen=True)
 class ResultsFile:
-    """A results file and its samples files.
-
-    Attributes:
-        path: the results file.
-        name: name of its only task in a comparison, or of all its tasks together (each is `NAME::TASK` then); empty:
-            lm-eval's names.
-    """
+    """A results file and its samples files."""
 
     path: Path
-    name: str = ""
+    name: str = ""  # of its only task, or of all tasks together (each is `NAME::TASK` then); empty: lm-eval's names
 
     @cached_property
     def results(self) -> dict[str, Any]:

@@ -32,17 +32,11 @@ Logits = Callable[[Sequence[int]], torch.Tensor]  # of the next token after each
 
 
 class Text(NamedTuple):
-    """A text whose tokens are compared.
+    """A text whose tokens are compared."""
 
-    Attributes:
-        context: token ids before the compared ones, at least one.
-        continuation: compared token ids, at least one.
-        document: task and number; texts with the same document are dependent.
-    """
-
-    context: tuple[int, ...]
-    continuation: tuple[int, ...]
-    document: tuple[str, int]
+    context: tuple[int, ...]  # token ids before the compared ones, at least one
+    continuation: tuple[int, ...]  # compared token ids, at least one
+    document: tuple[str, int]  # task and number; texts with the same document are dependent
 
 
 def reduce_distances(tokens: torch.Tensor, logits: Iterator[torch.Tensor]) -> Iterator[torch.Tensor]:

@@ -41,13 +41,9 @@ PLACEHOLDERS = {"generate_until": "", "loglikelihood": (0.0, False), "loglikelih
 
 
 class RecordingLM(PrunedHFLM):
-    """A model that can record lm-eval's requests instead of answering them.
+    """A model that can record lm-eval's requests instead of answering them."""
 
-    Attributes:
-        recorded: requests by kind, while they are recorded; else None.
-    """
-
-    recorded: dict[str, list[Any]] | None = None
+    recorded: dict[str, list[Any]] | None = None  # by kind, while they are recorded
 
     def answer(self, kind: str, requests: list[Any], disable_tqdm: bool) -> list[Any]:
         if self.recorded is None:
@@ -129,17 +125,11 @@ Answers = list[tuple[list[int], bool]]  # greedy ones: token ids with the end to
 
 @dataclass
 class Distances:
-    """Distances of variants from a dense model.
+    """Distances of variants from a dense model."""
 
-    Attributes:
-        texts: what was compared: continuations are the dense model's answers, or given.
-        tokens: by variant, `COLUMNS` of each token of the continuations, a tensor for each text.
-        answers: greedy answers by variant, and of the dense model (`DENSE`); empty for given texts.
-    """
-
-    texts: Sequence[Text]
-    tokens: Mapping[str, Sequence[torch.Tensor]]
-    answers: Mapping[str, Answers]
+    texts: Sequence[Text]  # what was compared: continuations are the dense model's answers, or given
+    tokens: Mapping[str, Sequence[torch.Tensor]]  # by variant, `COLUMNS` of each token of a text's continuation
+    answers: Mapping[str, Answers]  # by variant, and of the dense model (`DENSE`); empty for given texts
 
     def frame(self, variant: str) -> pd.DataFrame:
         """Return the texts of a variant: document, distances of its tokens (arrays), and greedy answers."""
@@ -163,14 +153,10 @@ def measure(
     others: Mapping[str, Callable[[], RecordingLM]] = MappingProxyType({}),
     texts: Sequence[Text] = (),
 ) -> Distances:
-    """Measure variants on given texts, or on the dense model's greedy answers to requests.
+    """Measure variants on given texts, or on the dense model's greedy answers to lm-eval's requests, by kind.
 
-    Args:
-        lm: the dense model.
-        requests: lm-eval's requests by kind.
-        variants: interventions by name; head masks run in one batch.
-        others: functions that load other models with the same tokenizer, by name; they are called one after another.
-        texts: given texts.
+    `variants` are interventions by name; head masks run in one batch. `others` are functions that load other models
+    with the same tokenizer; they are called one after another.
     """
     texts = list(texts) or scored_texts(lm, requests)
     answers: dict[str, Answers] = {}

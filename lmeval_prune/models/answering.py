@@ -91,33 +91,22 @@ class AnsweringLM(LM):
 
 
 class PrunedLM(AnsweringLM):
-    """A model with heads pruned, and under the head masks of a router, if it has one.
-
-    Attributes:
-        arguments: its model_args.
-        model_map: its layers and heads.
-        weights: fingerprint of its weights, or None.
-        identity: what answers depend on of the model, without interventions, as JSON.
-        seed: of sampled answers.
-        router: chooses the heads of each attempt, or None.
-        lengths: `Lengths` of the texts that were generated last, by task.
-        store_rank: number of this process in an answer store; see `AnswerStore`.
-        group_size: requests that are sampled from one stream of random numbers.
-    """
+    """A model with heads pruned, and under the head masks of a router, if it has one."""
 
     arguments: Arguments
     model_map: ModelMap
-    weights: Any = None
-    identity: Any
-    seed: Any
+    weights: Any = None  # fingerprint, or None
+    identity: Any  # what answers depend on of the model, without interventions, as JSON
+    seed: Any  # of sampled answers
     max_gen_toks: Any
     router: HeadRouter | None = None
-    store_rank: Any = 0
-    group_size: Any = 1
+    lengths: dict[str, Any]  # `Lengths` of the texts that were generated last, by task
+    store_rank: Any = 0  # number of this process in an answer store; see `AnswerStore`
+    group_size: Any = 1  # requests that are sampled from one stream of random numbers
 
     def begin_answering(self) -> None:
         """Fit the router and open the store; `InputError` if answers cannot be routed or stored."""
-        self.router, self.lengths = self.arguments.router, {}  # type: ignore[var-annotated]
+        self.router, self.lengths = self.arguments.router, {}
         if self.router:
             self.router.fit_to(self.model_map, self.weights, self.intervention_identities())
             for mask in self.router.masks.values():

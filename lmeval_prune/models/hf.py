@@ -40,18 +40,14 @@ class EngineHFLM(PrunedLM, HFLM):
     `engine=batched` means all, `engine=generate` none. `engine=auto` means those with the texts of `hf` for which `hf`
     is not faster: greedy requests that leave the logits unchanged, in float32 or float64 on a CPU, of a model that the
     engine supports. Each reason is logged once.
-
-    Attributes:
-        engine: the decoding engine; None if it answers no request.
-        endings: of texts that `hf` has generated and not reported yet.
     """
 
-    engine: Engine | None = None
+    engine: Engine | None = None  # None if it answers no request
     _asked: Sequence[Any] = ()  # arguments of the requests that `hf` answers
     _unpadded: Counter[tuple[int, ...]] = Counter()  # noqa: RUF012 - token sequences to score, if padding matters
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self.endings: deque[Ending] = deque()
+        self.endings: deque[Ending] = deque()  # of texts that `hf` has generated and not reported yet
         super().__init__(*args, **kwargs)
 
     def applied(self) -> tuple[Intervention, ...]:

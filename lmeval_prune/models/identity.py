@@ -42,20 +42,12 @@ SERVED_ANSWERING = 2  # of the requests to servers; 2: they name penalties, and 
 class Checkpoint:
     """A language model without its weights; `InputError` if it does not exist or is not a language model.
 
-    Args:
-        loading: model_args that load the model, including `pretrained`; see `Arguments.loading`.
-
-    Attributes:
-        path: folder, or name on the hub.
-        revision: on the hub, or None.
-        files: `subfolder` and `gguf_file`, if they are set.
-        config: transformers' configuration.
-        map: the model's layers and heads.
+    `loading` are the model_args that load it, including `pretrained`; see `Arguments.loading`.
     """
 
     def __init__(self, loading: Mapping[str, Any]) -> None:
         self.loading = dict(loading)
-        self.path = embedded.resolve(str(loading["pretrained"]))
+        self.path = embedded.resolve(str(loading["pretrained"]))  # or its name on the hub
         embedded.check_name(self.path, self.loading)
         self.revision: Any = loading.get("revision")
         self.files = {name: str(loading[name]) for name in ("subfolder", "gguf_file") if loading.get(name)}

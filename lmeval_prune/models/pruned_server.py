@@ -105,14 +105,6 @@ class PrunedServerLM(PrunedLM, LocalCompletionsAPI):
         parsed: what was parsed of the other arguments before, in place of those that are no `ServerOptions`.
         arguments: the fields of `ServerOptions` (`models/servers.py`); `heads`, `mask`, `router` and its options,
             `responses` as for `pruned-hf`.
-
-    Attributes:
-        adapters: name → manifest of each adapter in the folder `adapters=`; empty without one.
-        lora: name → digest of the ordinary LoRA adapter `lora=`; empty without one.
-        base: digest of the served checkpoint.
-        dtype: type in which the server computes; empty if unknown.
-        served: what the server lists of the unpruned model.
-        max_length: tokens of prompt and answer: the model's, or `max_length=`, and at most the server's.
     """
 
     why_no_cache = "--use_cache cannot tell served variants apart; use responses=FOLDER among the model_args"
@@ -138,8 +130,8 @@ class PrunedServerLM(PrunedLM, LocalCompletionsAPI):
         self.options = options = ServerOptions(**{name: values[name] for name in values if name in SERVER_OPTIONS})
         if options.lora and (self.arguments.interventions or self.arguments.router):
             raise InputError("a request has one adapter: give either lora=, or heads=, mask= or router=")
-        self.lora = read_lora(options.lora) if options.lora else {}
-        self.adapters = read_adapters(options.adapters) if options.adapters else {}
+        self.lora = read_lora(options.lora) if options.lora else {}  # name → digest
+        self.adapters = read_adapters(options.adapters) if options.adapters else {}  # name → manifest
         self.kind, self.seed, self.url = KINDS[options.server], options.seed, options.url
         self._stopped: InputError | None = None  # why no more requests are sent
         self._is_known = False  # whether the server is the one of the start: it can have been started again

@@ -81,7 +81,7 @@ def test_calibration_problems_are_read_as_the_grid_asks(tiny_folder: Path) -> No
             variants = {"v": {"prepare": {"prune": prune}}}
             content = described(tiny_folder, variants=variants, tasks=["prune_tiny_choice"], baseline=None)
             (cells[name, chat],) = cells_of(Grid.of({**content, "apply_chat_template": chat}))
-    read = {key: cell.variant.prepare["prune"].get("apply_chat_template", False) for key, cell in cells.items()}
+    read = {key: cell.preparation.apply_chat_template for key, cell in cells.items()}
     assert read == {(name, chat): chat if name == "open" else name == "chat" for name, chat in cells}
     preparations = {key: cell.prepared for key, cell in cells.items()}
     assert (

@@ -14,7 +14,7 @@ import json
 import re
 import shlex
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,7 +27,7 @@ from lmeval_prune.errors import InputError
 from lmeval_prune.export.manifest import adapter_name, read_adapters, read_lora
 from lmeval_prune.grid.configuration import Grid, GridTask, Variant
 from lmeval_prune.grid.folder import Kind
-from lmeval_prune.grid.preparations import Preparation, calibration_source, make_preparation, with_chat_template
+from lmeval_prune.grid.preparations import Preparation, calibration_source, make_preparation
 from lmeval_prune.grid.task_identity import TaskIdentity, identify
 from lmeval_prune.models.arguments import ROUTER_ARGUMENTS, Arguments
 from lmeval_prune.models.head_router import POLICIES
@@ -38,7 +38,7 @@ from lmeval_prune.tasks.loading import included_folder, task_manager
 SEEDS = ("random_seed", "numpy_random_seed", "torch_random_seed", "fewshot_random_seed")  # of `simple_evaluate`
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Cell:
     """One variant on one task, with what was read to name it: files that change afterwards change nothing."""
 
@@ -46,15 +46,13 @@ class Cell:
     costs: str  # hash of everything that the measured costs (memory, speed, FLOPs) depend on
     variant: Variant
     task: GridTask
-    arguments: Arguments = field(repr=False)  # model_args but those of a server, without the preparation's result
-    preparation: Preparation | None = field(repr=False)
-    loaded: Any = field(repr=False)  # the task, as lm-eval's task manager has loaded it
+    arguments: Arguments  # model_args but those of a server, without the preparation's result
+    preparation: Preparation | None
+    loaded: Any  # the task, as lm-eval's task manager has loaded it
     evaluation: dict[str, Any]  # arguments of `simple_evaluate`
     metadata: dict[str, Any]  # of lm-eval's task manager
-    identity: dict[str, Any] = field(repr=False)  # everything that can change answers and scores
-    selected: set[str] = field(
-        repr=False
-    )  # digests of questions that the variant was selected on; see `selected_questions`
+    identity: dict[str, Any]  # everything that can change answers and scores
+    selected: set[str]  # digests of questions that the variant was selected on, see `selected_questions`
     prepared: str  # key of the preparation's result; empty without a preparation
     answers: str  # path of the cell's answers in the grid's folder of answers
     computing: dict[str, Any]  # further arguments of the model: batch size and device
@@ -164,10 +162,16 @@ def versions(served: bool) -> dict[str, Any]:
     return {"lmeval-prune": __version__, **code_versions(), **answering}
 
 
-def cells_of(grid: Grid) -> list[Cell]:
-    """Return all cells of a grid, after every check that needs no weights; each model and each task is read once."""
+Models = dict[str, tuple[Checkpoint, dict[str, Any]]]  # with their identities, by the arguments that load them
+
+
+def cells_of(grid: Grid, models: Models | None = None) -> list[Cell]:
+    """Return all cells of a grid, after every check that needs no weights; each model and each task is read once.
+
+    `models` are those that are known.
+    """
     calibration_source.cache_clear()  # of an earlier grid, whose files may have changed
-    models: dict[str, tuple[Checkpoint, dict[str, Any]]] = {}
+    models = {} if models is None else models
     tasks: dict[tuple[str, str], TaskIdentity] = {}
     cells: dict[str, Cell] = {}
     for variant in grid.variants:
@@ -182,16 +186,9 @@ def cells_of(grid: Grid) -> list[Cell]:
     return list(cells.values())
 
 
-def _cells(
-    grid: Grid,
-    variant: Variant,
-    models: dict[str, tuple[Checkpoint, dict[str, Any]]],
-    tasks: dict[tuple[str, str], TaskIdentity],
-) -> Iterator[Cell]:
+def _cells(grid: Grid, variant: Variant, models: Models, tasks: dict[tuple[str, str], TaskIdentity]) -> Iterator[Cell]:
     """Yield a variant's cells; `models` and `tasks` are those that are known, by the arguments that load the model."""
     chat = bool(grid.apply_chat_template)
-    prepare = {name: with_chat_template(name, settings, chat) for name, settings in variant.prepare.items()}
-    variant = replace(variant, prepare=prepare)
     arguments = Arguments.of(without_server(variant.model_args))
     loading = arguments.loading
     loading_key = digest({name: str(value) for name, value in loading.items()})
@@ -213,7 +210,7 @@ def _cells(
     prepared: dict[str, Any] = {}
     preparation = None
     for name, settings in variant.prepare.items():
-        preparation = make_preparation(name, settings)
+        preparation = make_preparation(name, settings, chat)
         preparation.check(checkpoint.map)
         prepared = {"name": name, **preparation.identity(), "seed": variant.seed, "versions": versions(served=False)}
         prepared["key"] = digest([model, prepared])

@@ -192,14 +192,11 @@ def pick(base: type[Any], settings: Any) -> Any:
     return base(**{field.name: getattr(settings, field.name) for field in fields(base)})
 
 
-def with_chat_template(name: str, settings: dict[str, Any], apply_chat_template: bool) -> dict[str, Any]:
-    """Add the grid's `apply_chat_template` to settings that name a task and do not set it."""
-    reads_task = apply_chat_template and settings.get("task") and name in PREPARATIONS
-    if reads_task and any(each.name == "apply_chat_template" for each in fields(PREPARATIONS.load(name))):
-        return {"apply_chat_template": True, **settings}
-    return settings
-
-
-def make_preparation(name: str, settings: dict[str, Any]) -> Preparation:
-    preparation: Preparation = PREPARATIONS.load(name).from_dict(settings, name)
+def make_preparation(name: str, settings: dict[str, Any], apply_chat_template: bool = False) -> Preparation:
+    """Create a preparation; one that reads a task does so with the grid's `apply_chat_template`, unless it is set."""
+    kind = PREPARATIONS.load(name)
+    reads_chats = any(each.name == "apply_chat_template" for each in fields(kind))
+    if apply_chat_template and settings.get("task") and reads_chats:
+        settings = {"apply_chat_template": True, **settings}
+    preparation: Preparation = kind.from_dict(settings, name)
     return preparation

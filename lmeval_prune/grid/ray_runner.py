@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from lmeval_prune.errors import DiskError, InputError, first_line
-from lmeval_prune.grid.cells import Item, Job, Made, cells_of
+from lmeval_prune.grid.cells import Item, Job, Made, Models, cells_of
 from lmeval_prune.grid.configuration import Grid
 from lmeval_prune.grid.folder import GridFolder
 from lmeval_prune.grid.worker import Worker
@@ -65,6 +65,7 @@ class RayRunner:
 
 
 _worker = cache(Worker)
+_models: Models = {}  # whose files this process has read
 
 
 def _named(job: Job, grid: Grid) -> tuple[Grid, list[tuple[Any, ...]]]:
@@ -99,7 +100,7 @@ def _in_worker(
         resolve_name(registration)()
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or 1))
     with including(included):
-        cells: dict[Any, Any] = {cell.key: cell for cell in cells_of(grid)}  # as this node reads them
+        cells: dict[Any, Any] = {cell.key: cell for cell in cells_of(grid, _models)}  # as this node reads them
         if {key for _, _, *keys, _ in named for key in keys if key} - cells.keys():
             raise InputError("files that the grid reads have changed since it began; run it again")
         job = [Item(kind, key, cells[cell], cells.get(origin), count) for kind, key, cell, origin, count in named]

@@ -202,7 +202,8 @@ def _cells(grid: Grid, variant: Variant, models: Models, tasks: dict[tuple[str, 
         engine = str(variant.model_args.get("server", ServerOptions.server))
     elif engine == "auto":  # the fastest engine that generates the same texts
         can_batch = all((x.tokenwise or x.by_sequence) and not x.needs_order for x in arguments.interventions)
-        engine = "batched" if can_batch and not is_encoder_decoder else "generate"
+        can_batch = can_batch and not (is_encoder_decoder or arguments.others.get("mixed_precision_dtype"))
+        engine = "batched" if can_batch else "generate"
     computation = _computation(variant, arguments, checkpoint, engine, grid.batch_size)
     if not variant.served:
         is_exact: Any = variant.model_args.get("deterministic", engine == "batched")

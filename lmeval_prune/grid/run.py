@@ -67,12 +67,8 @@ def run(grid: Grid, output: str, runner: Runner | None = None, retry_failed: boo
             total = len(open_items)
             while open_items:
                 finished_before, jobs = finished, _jobs(grid, folder, open_items)
-                made = (
-                    runner(folder.path, jobs, grid)
-                    if runner
-                    else (result for job in jobs for result in worker.run(job))
-                )
-                for item, failure in made:
+                here = (result for job in jobs for result in worker.run(job))
+                for item, failure in runner(folder.path, jobs, grid) if runner else here:
                     finished += 1
                     logger.info("[%d/%d] %s: %s", finished, total, item, f"failed: {failure}" if failure else "done")
                 if (open_items := left(phase)) and finished == finished_before:  # another run makes them

@@ -85,12 +85,7 @@ class Arguments(Settings):
         if router is not None:
             router = router if isinstance(router, HeadRouter) else load_registered("router")(arguments)
             router.allowances = arguments.allowances
-        arguments = replace(arguments, interventions=combined(interventions), router=router)
-        if (interventions or arguments.engine == "batched") and others.get("tp_plan"):
-            raise InputError("heads cannot be pruned under tp_plan yet; use parallelize=true or one GPU per process")
-        if arguments.engine == "batched" and others.get("mixed_precision_dtype"):
-            raise InputError("engine=batched does not work with mixed_precision_dtype; leave one out")
-        return arguments
+        return replace(arguments, interventions=combined(interventions), router=router)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -103,6 +98,10 @@ class Arguments(Settings):
             object.__setattr__(self, "deterministic", self.router is not None)
         if self.engine != "batched" and (self.deterministic or self.engine_rows is not None):
             raise InputError("engine_rows and deterministic are settings of the decoding engine; add engine=batched")
+        if (self.interventions or self.engine == "batched") and self.others.get("tp_plan"):
+            raise InputError("heads cannot be pruned under tp_plan yet; use parallelize=true or one GPU per process")
+        if self.engine == "batched" and self.others.get("mixed_precision_dtype"):
+            raise InputError("engine=batched does not work with mixed_precision_dtype; leave one out")
 
     @property
     def description(self) -> dict[str, Any]:

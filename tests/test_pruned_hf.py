@@ -273,16 +273,6 @@ def test_unknown_family_is_refused_before_loading_or_described(tiny_folder: Path
     assert dense.pruning_info()["weights_fingerprint"] == weights_fingerprint(dense.model)
 
 
-@pytest.mark.parametrize("engine", ["auto", "batched"])
-def test_a_choice_without_a_token_of_its_own_is_named(
-    tiny_folder: Path, engine: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    lm = model(tiny_folder, engine=engine)
-    monkeypatch.setattr(lm, "_encode_pair", lambda context, continuation: (lm.tok_encode(context + continuation), []))
-    with pytest.raises(InputError, match="target_delimiter"):
-        lm.loglikelihood([request("loglikelihood", ("Ans", "wer"), 0)])
-
-
 # --------------------------------------------------------------------------- engine=batched
 
 

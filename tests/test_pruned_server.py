@@ -71,22 +71,15 @@ def test_given_texts_are_scored_as_pruned_hf_scores_them(tiny_folder: Path, tmp_
         for _ in range(2):  # the second time from the store
             for kind in ("loglikelihood", "loglikelihood_rolling"):
                 count = len(stub.payloads)
-                for expected, own in zip(
-                    getattr(hf, kind)(requests(kind)), getattr(lm, kind)(requests(kind)), strict=True
-                ):
+                for expected, own in zip(*(getattr(x, kind)(requests(kind)) for x in (hf, lm)), strict=True):
                     assert own == pytest.approx(expected, abs=1e-9)
         assert len(stub.payloads) == count
         lines = map(json.loads, (tmp_path / "r" / "rank-0.jsonl").read_text().splitlines())
         assert {line["head"] for line in lines} == {heads or "dense"}
         lm.close()
-        expected = simple_evaluate(model=hf, tasks=["prune_tiny_choice"], limit=4, task_manager=task_manager())[
-            "results"
-        ]
-        own = served(tiny_folder, stub, heads=heads)
-        assert (
-            simple_evaluate(model=own, tasks=["prune_tiny_choice"], limit=4, task_manager=task_manager())["results"]
-            == expected
-        )
+        settings = {"tasks": ["prune_tiny_choice"], "limit": 4, "task_manager": task_manager()}
+        own, expected = (simple_evaluate(x, **settings) for x in (served(tiny_folder, stub, heads=heads), hf))
+        assert own["results"] == expected["results"]
 
 
 FAULTS = ["500", "429", "cut", "wrong", "twice", "garbage", "abort"]
@@ -286,10 +279,7 @@ def test_chats(tiny_folder: Path) -> None:
 
 
 def test_a_server_that_is_set_up_wrongly_is_found_out(tiny_folder: Path) -> None:
-    with (
-        Stub(tiny_folder, HEADS, silent=("L0H2",)) as stub,
-        pytest.raises(InputError),
-    ):
+    with Stub(tiny_folder, HEADS, silent=("L0H2",)) as stub, pytest.raises(InputError):
         served(tiny_folder, stub, **ROUTED)
     with Stub(tiny_folder, HEADS) as stub:
         stub.tokenizer = type("Other", (), {"encode": lambda self, text, **_: list(text.encode())})()

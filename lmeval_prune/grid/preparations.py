@@ -19,7 +19,6 @@ from annotated_types import Interval
 
 from lmeval_prune.artefacts import digest, final_path, read_texts
 from lmeval_prune.config import Seed, Settings, Use, to_plain_json
-from lmeval_prune.errors import InputError
 from lmeval_prune.grid.task_identity import task_digest
 from lmeval_prune.interventions import HeadMask
 from lmeval_prune.pruners.base import make_pruner
@@ -121,8 +120,6 @@ class Prune(PruneSettings, Preparation):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.method:
-            raise InputError("prune needs a method")
         make_pruner(self.method, self.options)
 
     @cached_property

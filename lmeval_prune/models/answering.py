@@ -19,7 +19,7 @@ from tqdm import tqdm
 from lmeval_prune.architectures import ModelMap
 from lmeval_prune.artefacts import digest
 from lmeval_prune.attributes import replaced
-from lmeval_prune.errors import InputError, first_line, print_input_errors
+from lmeval_prune.errors import InputError, print_input_errors
 from lmeval_prune.export.manifest import adapter_name
 from lmeval_prune.interventions import HeadMask, Intervention, combined, interventions_on
 from lmeval_prune.models import generation
@@ -68,17 +68,6 @@ class AnsweringLM(LM):
         if getattr(cache_hook, "dbdict", None) is not None:
             raise InputError(self.why_no_cache)
         super().set_cache_hook(cache_hook)
-
-    @print_input_errors
-    def chat_template(self, chat_template: bool | str = False) -> str | None:
-        """Return the chat template of this name (True: the default); `InputError` if the tokenizer has none."""
-        try:
-            template = super().chat_template(chat_template)
-        except ValueError as error:
-            raise InputError(f"apply_chat_template={chat_template}: {first_line(error)}") from None
-        if chat_template and template is None:
-            raise InputError("the tokenizer has no chat template; leave out apply_chat_template")
-        return template
 
     def close(self) -> None:
         if self.store:

@@ -6,13 +6,14 @@ import inspect
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
+from pkgutil import resolve_name
 from typing import Any, Literal, Self
 
 from lmeval_prune.config import Count, Seed, Settings, parse_value
 from lmeval_prune.errors import InputError, did_you_mean
 from lmeval_prune.interventions import METHODS, Intervention, combined
 from lmeval_prune.interventions.table import ALLOWANCES, parse_intervention
-from lmeval_prune.models import load_registered
+from lmeval_prune.models import TARGETS
 from lmeval_prune.models.head_router import POLICIES, HeadRouter
 
 
@@ -83,7 +84,7 @@ class Arguments(Settings):
         interventions = [parse_intervention(name, value, arguments.allowances) for name, value in methods.items()]
         router = arguments.router
         if router is not None:
-            router = router if isinstance(router, HeadRouter) else load_registered("router")(arguments)
+            router = router if isinstance(router, HeadRouter) else resolve_name(TARGETS["router"])(arguments)
             router.allowances = arguments.allowances
         return replace(arguments, interventions=combined(interventions), router=router)
 

@@ -47,8 +47,6 @@ class AthenaLM(AnsweringLM):
     ) -> None:
         super().__init__()
         use_lm_eval_logging()
-        if not isinstance(pretrained, str) or not pretrained:
-            raise InputError("name a model: --model_args pretrained=FOLDER, written by `lmeval-prune athena train`")
         for name in _LANGUAGE_MODEL_ARGUMENTS:
             if arguments.get(name) is not None:
                 raise InputError(f"{name}= is not for --model athena; leave it out")

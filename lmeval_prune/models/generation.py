@@ -187,15 +187,6 @@ def loglikelihoods(
     return responses
 
 
-def check_own_tokens(pair: tuple[str, str] | None, continuation: Sequence[int]) -> None:
-    """Raise `InputError` if a choice has no token of its own, which `hf` would end in a bare assertion."""
-    if pair and pair[1] and not continuation:
-        raise InputError(
-            f"{pair[1]!r} has no tokens after {pair[0][-20:]!r}: a token of the context includes it; end the context "
-            f"at a space, or set target_delimiter"
-        )
-
-
 def token_windows(
     lm: HFLM, kind: str, requests: Sequence[Any], disable_tqdm: bool
 ) -> dict[int, list[tuple[tuple[int, ...], tuple[int, ...]]]]:
@@ -207,8 +198,7 @@ def token_windows(
         for key, request in tqdm(unique.items(), "Tokenizing inputs", disable=disable_tqdm or lm.rank > 0):
             getattr(HFLM, kind)(lm, [request], disable_tqdm=True)
             windows[key] = []
-            for pair, context, continuation in collected:
-                check_own_tokens(pair, continuation)
+            for _, context, continuation in collected:
                 if not context or not 0 < len(continuation) <= lm.max_length:  # spaces at a context's end are counted
                     raise InputError(  # to the continuation
                         f"task {request.task_name}, document {request.doc_id}: the context has {len(context)} tokens, "

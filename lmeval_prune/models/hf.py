@@ -302,8 +302,6 @@ class EngineHFLM(PrunedLM, HFLM):
 
     def _loglikelihood_tokens(self, requests: list[Any], *args: Any, **kwargs: Any) -> list[tuple[float, bool]]:
         """Score as `hf` does, with a padding mask for interventions that read several tokens: `hf` passes none."""
-        for pair, _, continuation in requests:
-            generation.check_own_tokens(pair, continuation)
         unpadded: Counter[tuple[int, ...]] = Counter()
         if any(not intervention.tokenwise for intervention in self.applied()):
             texts = [(*context, *continuation[:-1]) for _, context, continuation in requests]

@@ -6,7 +6,6 @@ import atexit
 import logging
 from contextlib import ExitStack, nullcontext
 from functools import cached_property
-from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -65,8 +64,6 @@ class PrunedHFLM(EngineHFLM):
         self.arguments = pretrained if parsed else Arguments.of({"pretrained": pretrained, **arguments})
         own, others = self.arguments, dict(self.arguments.others)
         model, interventions = own.pretrained, own.interventions
-        if model == "" or not isinstance(model, str | PathLike | torch.nn.Module):
-            raise InputError("name a model: --model_args pretrained=NAME_OR_FOLDER")
         if isinstance(model, torch.nn.Module):
             own.refuse_misspelt(None)
             self.manifest = manifest_of(model)

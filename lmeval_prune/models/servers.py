@@ -64,8 +64,6 @@ class ServerOptions(Settings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.base_url:
-            raise InputError("name a server: --model_args base_url=http://HOST:PORT")
         if self.think_end_token and self.think_end_token.isdigit():  # no answer of a server has a number in its place
             raise InputError(f"think_end_token={self.think_end_token} is a number; give the token's text")
 

@@ -5,17 +5,19 @@ from __future__ import annotations
 import logging
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
+from contextlib import closing
 from functools import cached_property
 from typing import Any
 
 import torch
 from lm_eval.models import huggingface
 from lm_eval.models.huggingface import HFLM
+from tqdm import tqdm
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
 from lmeval_prune.architectures.precision import refuse_nan
 from lmeval_prune.attributes import replaced
-from lmeval_prune.decoding import Engine, SamplingParams
+from lmeval_prune.decoding import Engine, Likelihood, LikelihoodRequest, SamplingParams
 from lmeval_prune.decoding.fallback import MAX_CHECKED_WINDOW, Ended, is_tested, sliding_window
 from lmeval_prune.decoding.memory import InsufficientMemoryError, available_memory
 from lmeval_prune.decoding.request import Stopping, end_tokens, stop_strings
@@ -220,15 +222,40 @@ class EngineHFLM(PrunedLM, HFLM):
             pending.add(pending.keys[index], response, **columns)
             self.cache_hook.add_partial(kind, requests[index].args, response)
 
-        if kind != "generate_until":
-            return generation.loglikelihoods(self, engine, kind, requests, done, masks, disable_tqdm)
+        if kind == "generate_until":
 
-        def decoded(index: int, text: str, tokens: list[int], ending: Ending) -> None:
-            done(index, text, tokens=tokens, **ending._asdict())
+            def decoded(index: int, text: str, tokens: list[int], ending: Ending) -> None:
+                done(index, text, tokens=tokens, **ending._asdict())
 
-        engine.progress = not disable_tqdm and self.rank == 0
-        is_greedy = bool(self.router)
-        return generation.generate_until(self, engine, requests, pending.repeats, decoded, self.seed, masks, is_greedy)
+            engine.progress = not disable_tqdm and self.rank == 0
+            settings = pending.repeats, decoded, self.seed, masks, bool(self.router)
+            return generation.generate_until(self, engine, requests, *settings)
+
+        windows = generation.token_windows(self, kind, requests, disable_tqdm)
+        results: list[list[Likelihood | None]] = [[None] * len(windows[id(request)]) for request in requests]
+        responses: list[Any] = [None] * len(requests)
+        bar = tqdm(total=len(requests), desc=f"Running {kind} requests", disable=disable_tqdm or self.rank > 0)
+
+        def finish(index: int) -> None:
+            pairs = [(float(result.logprobs.sum()), result.is_greedy) for result in results[index] if result]
+            total = float(sum(value for value, _ in pairs))
+            responses[index] = pairs[0] if kind == "loglikelihood" else total
+            done(index, responses[index])
+            bar.update()
+
+        tokens = []
+        for index, request in enumerate(requests):
+            mask = masks[index] if masks else None
+            tokens += [LikelihoodRequest(*window, mask, (index, i)) for i, window in enumerate(windows[id(request)])]
+            if not windows[id(request)]:  # an empty text
+                finish(index)
+        with bar, closing(engine.score(tokens, self.softmax_dtype)) as scores:  # frees the model if `done` fails
+            for window_request, likelihood in scores:
+                index, window = window_request.tag
+                results[index][window] = likelihood
+                if None not in results[index]:
+                    finish(index)
+        return responses
 
     def _compute_by_hf(self, pending: PendingRequests, disable_tqdm: bool) -> list[Any]:
         """Answer by lm-eval's `hf`; with a store in parts, so that answers are stored soon and sampled by own seeds."""

@@ -101,18 +101,6 @@ def read_windows(lm: RecordingLM, settings: DistanceOptions) -> list[Text]:
     return [Text(row[:1], row[1:], ("text", number)) for number, row in enumerate(rows)]
 
 
-def scored_texts(lm: RecordingLM, requests: Mapping[str, list[Any]]) -> list[Text]:
-    """Return the texts of log-likelihood requests, divided into windows as by lm-eval's `hf`."""
-    texts = []
-    for kind in ("loglikelihood", "loglikelihood_rolling"):
-        kind_requests = requests.get(kind, [])
-        windows = token_windows(lm, kind, kind_requests, disable_tqdm=True)
-        texts += [Text(*window, document(request)) for request in kind_requests for window in windows[id(request)]]
-    if texts and "generate_until" in requests:
-        raise InputError("some of these tasks generate, others score texts; measure them one at a time")
-    return texts
-
-
 def document(request: Any) -> tuple[str, int]:
     return str(request.task_name), int(request.doc_id)
 
@@ -158,7 +146,13 @@ def measure(
     `variants` are interventions by name; head masks run in one batch. `others` are functions that load other models
     with the same tokenizer; they are called one after another.
     """
-    texts = list(texts) or scored_texts(lm, requests)
+    texts = list(texts)
+    for kind in ("loglikelihood", "loglikelihood_rolling") if not texts else ():
+        kind_requests = requests.get(kind, [])
+        windows = token_windows(lm, kind, kind_requests, disable_tqdm=True)
+        texts += [Text(*window, document(request)) for request in kind_requests for window in windows[id(request)]]
+    if texts and "generate_until" in requests:
+        raise InputError("some of these tasks generate, others score texts; measure them one at a time")
     answers: dict[str, Answers] = {}
     if generated := requests.get("generate_until", []):
         masks = masks_of(variants)

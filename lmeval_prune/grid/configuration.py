@@ -140,7 +140,14 @@ class Grid(Settings):
             for name, block in settings["variants"].items()
             for variant in _variants(str(name), block, {**model, "seed": seed})
         )
-        settings["tasks"] = tuple(_task(task, defaults) for task in tasks)
+        parsed = []
+        for task in tasks:  # a name or a dictionary; its gen_kwargs are merged with those of the grid
+            own: dict[str, Any] = {"task": task} if isinstance(task, str) else task
+            merged = {**defaults, **own}
+            merged["gen_kwargs"] = {**(defaults.get("gen_kwargs") or {}), **(own.get("gen_kwargs") or {})}
+            values = {str(name): value for name, value in merged.items() if value is not None}
+            parsed.append(GridTask.from_dict(values, f"task {own.get('task')}"))
+        settings["tasks"] = tuple(parsed)
         return cls.from_dict(settings, "a grid")
 
 
@@ -152,14 +159,6 @@ class _UniqueKeyLoader(yaml.SafeLoader):
         if duplicate := next((key for key, count in keys.items() if count > 1), None):
             raise InputError(f"the key {duplicate!r} is repeated (line {node.start_mark.line + 1}); leave one out")
         return super().construct_mapping(node, deep)
-
-
-def _task(settings: Any, defaults: dict[str, Any]) -> GridTask:
-    settings = {"task": settings} if isinstance(settings, str) else settings
-    merged = {**defaults, **settings}
-    merged["gen_kwargs"] = {**(defaults.get("gen_kwargs") or {}), **(settings.get("gen_kwargs") or {})}
-    values = {str(name): value for name, value in merged.items() if value is not None}
-    return GridTask.from_dict(values, f"task {settings.get('task')}")
 
 
 # ---------------------------------------------------------------------- variants

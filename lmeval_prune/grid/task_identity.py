@@ -39,7 +39,13 @@ def identify(manager: TaskManager, grid_task: GridTask) -> TaskIdentity:
     check_task_names(manager, [grid_task.task])
     loaded = manager.load([grid_task.task])
     for name, task in sorted(loaded["tasks"].items()):
-        _configure(task, grid_task)
+        if grid_task.gen_kwargs and task.get_config("output_type") == "generate_until":  # as `simple_evaluate` does
+            task.set_config(key="generation_kwargs", value=dict(grid_task.gen_kwargs), update=True)
+        shots = task.get_config("num_fewshot")
+        if grid_task.num_fewshot is not None and shots != 0:
+            task.set_config(key="num_fewshot", value=grid_task.num_fewshot)
+        elif shots is None:
+            task.set_config(key="num_fewshot", value=0)
         config = task.dump_config()
         generates = task.get_config("output_type") == "generate_until"
         samples |= generates and generation.is_sampling(config["generation_kwargs"])
@@ -62,14 +68,3 @@ def task_digest(task: Any, documents: Any) -> str:
         return getattr(part, "__qualname__", None) or without_addresses(str(part))
 
     return digest(json.loads(json.dumps(value, default=as_text)))
-
-
-def _configure(task: Any, grid_task: GridTask) -> None:
-    """Change a task's configuration as `simple_evaluate` does."""
-    if grid_task.gen_kwargs and task.get_config("output_type") == "generate_until":
-        task.set_config(key="generation_kwargs", value=dict(grid_task.gen_kwargs), update=True)
-    shots = task.get_config("num_fewshot")
-    if grid_task.num_fewshot is not None and shots != 0:
-        task.set_config(key="num_fewshot", value=grid_task.num_fewshot)
-    elif shots is None:
-        task.set_config(key="num_fewshot", value=0)

@@ -128,12 +128,19 @@ def identity_of(
     """
     skipped = {*IGNORED_ARGUMENTS, "pretrained", "revision", "subfolder", "gguf_file"}
     own = {name: argument_identity(name, value) for name, value in sorted(arguments.items()) if name not in skipped}
+    from lm_eval.models.utils import resolve_max_length
+
+    length = resolve_max_length(config, tokenizer)
+    if arguments.get("truncation"):  # by settings of the tokenizer beside its rules
+        own |= {name: getattr(tokenizer, name) for name in ("model_max_length", "truncation_side")}
+    elif not arguments.get("max_length") and length != resolve_max_length(config, None):
+        own["model_max_length"] = length
     identity = {
         "config": config_fingerprint(config),
         "tokenizer": fingerprint,
         "generation_config": generation_digest(generation),
         "dtype": dtype,
-        "arguments": own | _truncation(config, tokenizer, arguments),
+        "arguments": own,
         **weights,
     }
     return {name: value for name, value in identity.items() if value is not None}
@@ -144,17 +151,6 @@ def generation_digest(generation: Mapping[str, Any]) -> str:
     ignored = ("transformers_version", "max_new_tokens")  # the task's limit counts
     settings = {name: str(value) for name, value in generation.items() if name not in ignored}
     return digest(settings) if settings else ""
-
-
-def _truncation(config: Any, tokenizer: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of a tokenizer, beside its rules, by which `hf` truncates texts under some model_args."""
-    if arguments.get("truncation"):
-        return {name: getattr(tokenizer, name) for name in ("model_max_length", "truncation_side")}
-    from lm_eval.models.utils import resolve_max_length
-
-    length = resolve_max_length(config, tokenizer)
-    is_tokenizers = not arguments.get("max_length") and length != resolve_max_length(config, None)
-    return {"model_max_length": length} if is_tokenizers else {}
 
 
 def remote_code(objects: Iterable[Any]) -> str | None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import atexit
 import logging
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext, suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import distributed
 
 from lmeval_prune.architectures import ModelMap, adapters_of, loadable_fingerprints, map_model, weights_fingerprint
 from lmeval_prune.artefacts import digest
@@ -85,7 +86,8 @@ class PrunedHFLM(EngineHFLM):
             if accelerator is not None and accelerator.num_processes > 1 and self.device.type == "cpu":
                 # `hf` leaves each process at rank 0 with all requests
                 self._rank, self._world_size = accelerator.process_index, accelerator.num_processes
-                atexit.register(_destroy_process_group)
+                # ends gloo's threads: a process that exits while they run may abort, and its launcher kills the others
+                atexit.register(lambda: distributed.is_initialized() and distributed.destroy_process_group())
             if self.manifest:
                 eval_logger.info("checkpoint: %s", removal_summary(self.manifest))
             self._prepare()
@@ -141,7 +143,17 @@ class PrunedHFLM(EngineHFLM):
 
     def _create_model(self, *args: Any, gguf_file: str | None = None, **kwargs: Any) -> None:
         self.arguments.refuse_misspelt(self.config)
-        self._check_before_loading(bool(kwargs.get("trust_remote_code")))
+        own, bare = self.arguments, None
+        with suppress(Exception):  # some models cannot be built without weights; the loaded model is checked later
+            bare = skeleton(self.config, self.AUTO_MODEL_CLASS, bool(kwargs.get("trust_remote_code")))
+        if bare is not None:  # before minutes of loading
+            check_language_model(self.config, bare)
+            fixed = [own.router] if isinstance(own.router, FixedOrderRouter) else []
+            model_map: Any = map_model(bare, **own.description) if own.interventions or fixed else None
+            for intervention in own.interventions:
+                intervention.fit_to(model_map)
+            for router in fixed:
+                router.fit_to(model_map, None, [])
         if self.arguments.responses:
             self.store = AnswerStore(self.arguments.responses, self.store_rank)
         if gguf_file:
@@ -158,21 +170,6 @@ class PrunedHFLM(EngineHFLM):
             with_padded_rows(peft, revision=revision) if peft else nullcontext(),
         ):
             super()._create_model(*args, gguf_file=gguf_file, **kwargs)
-
-    def _check_before_loading(self, trust_remote_code: bool) -> None:
-        """Check the model class and the interventions on a model without weights, before minutes of loading."""
-        try:
-            bare = skeleton(self.config, self.AUTO_MODEL_CLASS, trust_remote_code)
-        except Exception:  # some models cannot be built without weights; the loaded model is checked later
-            return
-        check_language_model(self.config, bare)
-        router = self.arguments.router
-        if self.arguments.interventions or isinstance(router, FixedOrderRouter):
-            model_map = map_model(bare, **self.arguments.description)
-            for intervention in self.arguments.interventions:
-                intervention.fit_to(model_map)
-            if isinstance(router, FixedOrderRouter):
-                router.fit_to(model_map, None, [])
 
     # ------------------------------------------------------------------ identity
 
@@ -246,9 +243,3 @@ class PrunedHFLM(EngineHFLM):
         if self.manifest:
             info["checkpoint"] = {**checkpoint_columns(self.manifest), **cost_columns(self.model)}
         return info
-
-
-def _destroy_process_group() -> None:
-    """End gloo's threads: a process that exits while they run may abort, and its launcher kills the others."""
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()

@@ -131,9 +131,10 @@ class ResultsFile:
             "apply_chat_template": self.results.get("chat_template_sha") is not None,
             "fewshot_as_multiturn": bool(self.results.get("fewshot_as_multiturn")),
             "fewshot_seed": self.config.get("fewshot_seed"),
-            **{name: config.pop(name) for name in _PROMPT & config.keys()},
+            **{name: value for name, value in config.items() if name in _PROMPT},
         }
-        other = config | {"version of the task": (self.results.get("versions") or {}).get(task)}
+        other = {name: value for name, value in config.items() if name not in _PROMPT}
+        other["version of the task"] = (self.results.get("versions") or {}).get(task)
         return Settings(_flat(prompt), _flat(other), self.results.get("lm_eval_version"))
 
     def lengths(self, task: str) -> Any:

@@ -139,7 +139,24 @@ class PrunedServerLM(PrunedLM, LocalCompletionsAPI):
         source["pretrained"] = str(options.pretrained or options.tokenizer or options.model)
         self.checkpoint = Checkpoint({**source, **self.arguments.loading})
         self.config, self.model_map = self.checkpoint.config, self.checkpoint.map
-        local = self._identify()
+        path, folder, local = self.checkpoint.path, options.adapters, None
+        bases = {adapter["base"]["checkpoint"] for adapter in self.adapters.values()}
+        dtypes = {adapter["dtype"] for adapter in self.adapters.values()}
+        with suppress(InputError):  # only configuration and tokenizer are here
+            local = checkpoint_identity(path, options.revision)
+        if self.adapters and (len(bases) > 1 or local not in (None, *bases)):
+            raise InputError(f"adapters in {folder} were made from another model than pretrained={path}")
+        dtype = str(options.dtype or "").removeprefix("torch.")
+        if dtype and dtypes and dtypes != {dtype}:
+            raise InputError(f"{folder} was made for servers in {', '.join(sorted(dtypes))}, not in dtype={dtype}")
+        self.dtype = dtype or (dtypes.pop() if len(dtypes) == 1 else "")  # in which the server computes
+        base = bases.pop() if bases else local
+        if self.arguments.responses and not (base and self.dtype):
+            raise InputError(
+                f"responses= needs the weights of {path} here, or adapters=FOLDER, and the type in which the server "
+                "computes: give dtype=, e.g. dtype=bfloat16"
+            )
+        self.base = str(base or digest([path, config_fingerprint(self.config)]))  # of the served checkpoint
         tokenizer = embedded.resolve(str(options.tokenizer or self.checkpoint.path))
         with as_input_error(f"the tokenizer of {tokenizer} cannot be loaded; give tokenizer="):
             own = {"base_url": self.url, "tokenizer": tokenizer, "tokenizer_backend": "huggingface", "batch_size": 1}
@@ -164,7 +181,7 @@ class PrunedServerLM(PrunedLM, LocalCompletionsAPI):
         # adapters name the model that serves them, and llama.cpp lists no folder
         root = None if self.adapters or self.kind.adapter_list else self.served.root
         if local and root and Path(root).is_dir() and checkpoint_identity(str(root)) != local:
-            raise InputError(f"{self.url} serves {root}, which has other weights than {self.checkpoint.path}")
+            raise InputError(f"{self.url} serves {root}, which has other weights than {path}")
         self._encode = lru_cache(maxsize=4096)(self.tok_encode)  # each variant has the same prompts
         try:
             self.begin_answering()
@@ -179,30 +196,6 @@ class PrunedServerLM(PrunedLM, LocalCompletionsAPI):
             raise
 
     # ------------------------------------------------------------------ set-up
-
-    def _identify(self) -> str | None:
-        """Find `base` and `dtype`: of the adapters' manifests, or of `pretrained=`, if its weights are here, and
-        `dtype=`. Return the digest of the weights that are here.
-        """
-        path, folder, local = self.checkpoint.path, self.options.adapters, None
-        bases = {adapter["base"]["checkpoint"] for adapter in self.adapters.values()}
-        dtypes = {adapter["dtype"] for adapter in self.adapters.values()}
-        with suppress(InputError):  # only configuration and tokenizer are here
-            local = checkpoint_identity(path, self.options.revision)
-        if self.adapters and (len(bases) > 1 or local not in (None, *bases)):
-            raise InputError(f"adapters in {folder} were made from another model than pretrained={path}")
-        dtype = str(self.options.dtype or "").removeprefix("torch.")
-        if dtype and dtypes and dtypes != {dtype}:
-            raise InputError(f"{folder} was made for servers in {', '.join(sorted(dtypes))}, not in dtype={dtype}")
-        self.dtype = dtype or (dtypes.pop() if len(dtypes) == 1 else "")
-        base = bases.pop() if bases else local
-        if self.arguments.responses and not (base and self.dtype):
-            raise InputError(
-                f"responses= needs the weights of {path} here, or adapters=FOLDER, and the type in which the server "
-                "computes: give dtype=, e.g. dtype=bfloat16"
-            )
-        self.base = str(base or digest([path, config_fingerprint(self.config)]))
-        return local
 
     def _probe(self) -> None:
         """Refuse a server with another tokenizer or other weights, or under which two variants answer alike.
@@ -224,9 +217,21 @@ class PrunedServerLM(PrunedLM, LocalCompletionsAPI):
         asked = [*[UNPRUNED] * 4, *pruned]  # repeated to measure the server's noise
         mixed = [each for variant in pruned for each in (variant, UNPRUNED)]
 
+        def parse(body: dict[str, Any]) -> Signature:
+            logprobs = body["choices"][0]["logprobs"]
+            if "content" in logprobs:  # the format of chat completions, which llama.cpp also uses for completions
+                pairs = [(str(token["token"]), token["logprob"]) for token in logprobs["content"]]
+            else:
+                pairs = list(zip(map(str, logprobs["tokens"]), logprobs["token_logprobs"], strict=True))
+            if not self.kind.adapter_list:
+                pairs = pairs[1:-1]  # the first token has no log-probability, the last is generated
+            if not pairs:
+                raise ValueError("the response has no log-probabilities")
+            return [(token, log_probability(value)) for token, value in pairs]
+
         def ask(variants: list[ServedVariant], at_once: int) -> list[Signature]:
             with replaced(self, path="/v1/completions", _concurrent=at_once):
-                return self.send([Request("a probe", each, lambda: probe, self._parse_signature) for each in variants])
+                return self.send([Request("a probe", each, lambda: probe, parse) for each in variants])
 
         signatures, in_one_batch = ask(asked, 1), ask(mixed, self._concurrent)
         noise = max(MIN_DISTANCE, 1.5 * max(distance(*pair, 1) for pair in combinations(signatures[:4], 2)))
@@ -246,18 +251,6 @@ class PrunedServerLM(PrunedLM, LocalCompletionsAPI):
         if path := self.record_path:
             is_empty = self.store is not None and self.store.folder == path.parent and not self.store.responses
             check_record(path, self.record_key, self.dtype, signatures[0], is_empty, self.url)
-
-    def _parse_signature(self, body: dict[str, Any]) -> Signature:
-        logprobs = body["choices"][0]["logprobs"]
-        if "content" in logprobs:  # the format of chat completions, which llama.cpp also uses for completions
-            pairs = [(str(token["token"]), token["logprob"]) for token in logprobs["content"]]
-        else:
-            pairs = list(zip(map(str, logprobs["tokens"]), logprobs["token_logprobs"], strict=True))
-        if not self.kind.adapter_list:
-            pairs = pairs[1:-1]  # the first token has no log-probability, the last is generated
-        if not pairs:
-            raise ValueError("the response has no log-probabilities")
-        return [(token, log_probability(value)) for token, value in pairs]
 
     @property
     def record_path(self) -> Path | None:

@@ -178,16 +178,13 @@ class OwnText:
     """Calibration text of a model's own answers to training questions of a task.
 
     Args:
-        skeleton: the model, perhaps without weights.
-        tokenizer: of the model.
+        skeleton, tokenizer: the model, perhaps without weights, and its tokenizer.
         options: task, number of questions, sampling.
         responses: folder of the answer store.
-        source: the task and its training documents; read if they are not given.
+        source: the task and its training documents; None: they are read now.
     """
 
-    def __init__(
-        self, skeleton: Any, tokenizer: Any, options: TextOptions, responses: Path, source: Any = None
-    ) -> None:
+    def __init__(self, skeleton: Any, tokenizer: Any, options: TextOptions, responses: Path, source: Any) -> None:
         if not (model_map := map_model(skeleton)).predicts_next_token:
             raise InputError(f"own answers need a causal language model; this {model_map.model_type} model is none")
         self.options = options

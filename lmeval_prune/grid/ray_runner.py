@@ -47,7 +47,14 @@ class RayRunner:
         task: Any = ray.remote(**resources, max_retries=5)(_in_worker)  # again if its node dies; answers are stored
         environment = {name: os.environ[name] for name in ENVIRONMENT if name in os.environ}
         settings = path, TARGETS.get("process"), str(Path.cwd()), environment, included_folder()
-        pending = {task.remote(*_named(job, grid), *settings): job for job in jobs}
+        pending = {}
+        for job in jobs:  # a worker reads the part of the grid that has the job's cells, and finds them by their keys
+            cells = [cell for item in job for cell in (item.cell, item.origin) if cell]
+            variants = tuple({cell.variant.name: cell.variant for cell in cells}.values())
+            tasks = tuple({cell.task.name: cell.task for cell in cells}.values())
+            part = replace(grid, variants=variants, tasks=tasks, baseline=None)
+            named = [(x.kind, x.key, x.cell.key, x.origin and x.origin.key, x.documents) for x in job]
+            pending[task.remote(part, named, settings)] = job
         while pending:
             (ready,), _ = ray.wait(list(pending), num_returns=1)
             job = pending.pop(ready)
@@ -68,29 +75,9 @@ _worker = cache(Worker)
 _models: Models = {}  # whose files this process has read
 
 
-def _named(job: Job, grid: Grid) -> tuple[Grid, list[tuple[Any, ...]]]:
-    """Return the part of a grid that has a job's cells, and its items by the keys of these."""
-    cells = [cell for item in job for cell in (item.cell, item.origin) if cell]
-    variants, tasks = ({getattr(cell, name).name for cell in cells} for name in ("variant", "task"))
-    part = replace(
-        grid,
-        variants=tuple(variant for variant in grid.variants if variant.name in variants),
-        tasks=tuple(task for task in grid.tasks if task.name in tasks),
-        baseline=None,
-    )
-    return part, [(x.kind, x.key, x.cell.key, x.origin and x.origin.key, x.documents) for x in job]
-
-
-def _in_worker(
-    grid: Grid,
-    named: list[tuple[Any, ...]],
-    path: Path,
-    registration: str | None,
-    folder: str,
-    environment: dict[str, str],
-    included: str | None,
-) -> dict[str, str]:
+def _in_worker(grid: Grid, named: list[tuple[Any, ...]], settings: tuple[Any, ...]) -> dict[str, str]:
     """Run a job in a Ray worker, with the current folder, environment and folder of tasks of the main process."""
+    path, registration, folder, environment, included = settings
     os.environ.update(environment)
     if Path(folder).is_dir():
         os.chdir(folder)

@@ -29,7 +29,7 @@ from tests.forks import Fork
 
 
 def call(*command: str, python: str = sys.executable, cwd: Path, **environment: str) -> subprocess.CompletedProcess:
-    environment = {**os.environ, "PYTHONPATH": os.environ.get("PYTHONPATH", ""), "OMP_NUM_THREADS": "1", **environment}
+    environment = {**os.environ, "PYTHONPATH": "", "OMP_NUM_THREADS": "1", **environment}
     return subprocess.run([python, *command], cwd=cwd, env=environment, capture_output=True, text=True, timeout=500)
 
 

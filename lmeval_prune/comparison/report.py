@@ -21,7 +21,6 @@ from lmeval_prune.comparison.tables import POOLED, Comparison, Row
 from lmeval_prune.errors import InputError, did_you_mean, first_few
 from lmeval_prune.reporting.documents import bold, csv, markdown, render
 
-MAX_ROWS = 2_000  # of the tables on a page without scripts; beyond it, the last task's alone
 MAX_SUMMARY = 24  # rows of the summary with members of groups and parts of tasks
 MAX_CHARACTERS = 40_000_000  # of all answers of a page; tasks beyond this limit are shown without answers
 FILES = Path(__file__).with_name("page_files")
@@ -61,38 +60,29 @@ def write(comparison: Comparison, target: Path, without_texts: Sequence[str] = (
         target / "comparison.json",
         json.dumps(without_nan(content), indent=1, ensure_ascii=False, allow_nan=False) + "\n",
     )
-    write_text(target / "report.md", _report(comparison, notes, without_texts, comparison.tasks))
-    shown = comparison.tasks if len(records) <= MAX_ROWS else comparison.tasks[-1:]
-    report = _report(comparison, notes, without_texts, shown, on_page=True)
+    costs = [key for key in COSTS if any(own.get(key) is not None for own in comparison.costs.values())]
+    devices = {(own.get("device", "cpu"), own.get("threads", 1)) for own in comparison.costs.values() if own}
+    values = {
+        "comparison": comparison,
+        "notes": notes,
+        "without_texts": without_texts,
+        "summary": summary_table(comparison) if comparison.about and len(comparison.tasks) > 1 else "",
+        "tables": {task: task_table(comparison, task) for task in comparison.tasks},
+        "legends": _legends(comparison),
+        "marked": any(row.chosen_on for row in comparison.rows.values()),
+        "costs": _costs_table(comparison, costs) if costs else "",
+        "timed": any(COSTS[key].timed for key in costs),
+        "front_of_speeds": any(COSTS[key].timed for key in comparison.fronts.get(comparison.tasks[-1], {})),
+        "devices": ", ".join(sorted({f"a CPU ({n} threads)" if name == "cpu" else name for name, n in devices})),
+    }
+    # on the page it names no other file
+    file, report = (render(Path(__file__).with_name("report.md.jinja"), **values, on_page=x) for x in (False, True))
+    write_text(target / "report.md", file)
     write_text(target / "page.html", _page(comparison, records, report, without_texts))
     return notes, [target / name for name in ("report.md", "table.csv", "comparison.json", "page.html")]
 
 
 # ---------------------------------------------------------------------- Markdown
-
-
-def _report(
-    comparison: Comparison, notes: list[str], without_texts: Sequence[str], tasks: Sequence[str], on_page: bool = False
-) -> str:
-    """Return the report with the tables of some tasks; on the page it names no other file."""
-    fronts = comparison.fronts.get(comparison.tasks[-1], {})
-    costs = [key for key in COSTS if any(own.get(key) is not None for own in comparison.costs.values())]
-    devices = {(own.get("device", "cpu"), own.get("threads", 1)) for own in comparison.costs.values() if own}
-    return render(
-        Path(__file__).with_name("report.md.jinja"),
-        comparison=comparison,
-        notes=notes,
-        without_texts=without_texts,
-        on_page=on_page,
-        summary=summary_table(comparison) if comparison.about and len(tasks) > 1 else "",
-        tables={task: task_table(comparison, task) for task in tasks},
-        legends=_legends(comparison),
-        marked=any(row.chosen_on for row in comparison.rows.values()),
-        costs=_costs_table(comparison, costs) if costs else "",
-        timed=any(COSTS[key].timed for key in costs),
-        front_of_speeds=any(COSTS[key].timed for key in fronts),
-        devices=", ".join(sorted({f"a CPU ({count} threads)" if name == "cpu" else name for name, count in devices})),
-    )
 
 
 def _legends(comparison: Comparison) -> dict[str, str]:

@@ -231,7 +231,36 @@ class Worker:
             "threads": torch.get_num_threads(),
             "versions": {**versions(cell.variant.served), "torch": torch.__version__},
         }
-        write_cell(self.folder, cell, lm, results, ran)
+        model_args, evaluation = cell.model_args(self.folder.prepared), cell.evaluation
+        results["config"] |= {"model": cell.model, "model_args": model_args, "batch_size": cell.computing["batch_size"]}
+        samples = results.pop("samples")
+        template = evaluation["apply_chat_template"]
+        with new_folder(self.folder.place("evaluate", cell.key)) as target:
+            writer = _Writer(output_path=str(target / "results.json"))
+            writer.key = file_name(cell.key)
+            writer.general_config_tracker.log_experiment_args(
+                model_source=cell.model,
+                model_args=model_args,
+                system_instruction=evaluation["system_instruction"],
+                chat_template=lm.chat_template(template) if template else None,
+                fewshot_as_multiturn=evaluation["fewshot_as_multiturn"],
+            )
+            writer.save_results_aggregated(results=results, samples=samples)
+            for task, rows in samples.items():
+                writer.save_results_samples(task_name=file_name(task), samples=rows)
+            content = cell.entry(model_args) | {
+                "selected_questions": sorted(cell.selected),
+                "seed": cell.variant.seed,
+                **{name: getattr(cell, name) for name in ("evaluation", "metadata", "identity", "answers", "engine")},
+                **cell.computing,
+                "ran": ran,
+            }
+            write_artefact(target / "cell.json", CELL, VERSION, content)
+            # lm-eval only logs an error of its writer, and leaves what it has written
+            lines = {f"samples_{file_name(task)}_{writer.key}.jsonl": len(rows) for task, rows in samples.items()}
+            whole = [sum(1 for _ in (target / name).open("rb")) == count for name, count in lines.items()]
+            if not all(whole) or not (target / f"results_{writer.key}.json").read_bytes().endswith(b"}"):
+                raise RuntimeError("lm-eval could not write the results or the samples")
 
     def _distances(self, items: Sequence[Item]) -> None:
         """Write the distances of cells of one task from one dense model, by text; those of tokens as float32."""
@@ -268,48 +297,11 @@ def _by_engine(arguments: Arguments) -> Arguments:
     return replace(arguments, engine="batched", deterministic=True)
 
 
-# ---------------------------------------------------------------------- what is written
-
-
 class _Writer(EvaluationTracker):
     """lm-eval's writer, whose files have the cell's key in place of the date: the same names in every run."""
 
     key = ""
     date_id = property(lambda self: self.key, lambda self, _: None)
-
-
-def write_cell(folder: GridFolder, cell: Cell, lm: Any, results: dict[str, Any], ran: dict[str, Any]) -> None:
-    """Write the folder of a cell: lm-eval's `results` and samples, and how the evaluation `ran`."""
-    model_args, evaluation = cell.model_args(folder.prepared), cell.evaluation
-    results["config"] |= {"model": cell.model, "model_args": model_args, "batch_size": cell.computing["batch_size"]}
-    samples = results.pop("samples")
-    template = evaluation["apply_chat_template"]
-    with new_folder(folder.place("evaluate", cell.key)) as target:
-        writer = _Writer(output_path=str(target / "results.json"))
-        writer.key = file_name(cell.key)
-        writer.general_config_tracker.log_experiment_args(
-            model_source=cell.model,
-            model_args=model_args,
-            system_instruction=evaluation["system_instruction"],
-            chat_template=lm.chat_template(template) if template else None,
-            fewshot_as_multiturn=evaluation["fewshot_as_multiturn"],
-        )
-        writer.save_results_aggregated(results=results, samples=samples)
-        for task, rows in samples.items():
-            writer.save_results_samples(task_name=file_name(task), samples=rows)
-        content = cell.entry(model_args) | {
-            "selected_questions": sorted(cell.selected),
-            "seed": cell.variant.seed,
-            **{name: getattr(cell, name) for name in ("evaluation", "metadata", "identity", "answers", "engine")},
-            **cell.computing,
-            "ran": ran,
-        }
-        write_artefact(target / "cell.json", CELL, VERSION, content)
-        # lm-eval only logs an error of its writer, and leaves what it has written
-        lines = {f"samples_{file_name(task)}_{writer.key}.jsonl": len(rows) for task, rows in samples.items()}
-        whole = [sum(1 for _ in (target / name).open("rb")) == count for name, count in lines.items()]
-        if not all(whole) or not (target / f"results_{writer.key}.json").read_bytes().endswith(b"}"):
-            raise RuntimeError("lm-eval could not write the results or the samples")
 
 
 # ---------------------------------------------------------------------- costs

@@ -155,7 +155,19 @@ class PrunedLM(AnsweringLM):
         if kind == "generate_until":
             self._report_lengths(requests, endings)
         if router:
-            self._write_samples(router, requests, keys, endings)
+            # attempts, keys and lengths for `--log_samples`, which writes the requests' arguments
+            attempts: dict[int, list[tuple[Any, str, Ending | None]]] = defaultdict(list)
+            for request, key, ending in zip(requests, keys or [""] * len(requests), endings, strict=True):
+                if len(attempts[id(request)]) < request.repeats:
+                    attempts[id(request)].append((request, key, ending))
+            for tries in attempts.values():
+                request = tries[0][0]
+                context, settings = request.args
+                columns: dict[str, Any] = {"attempts": list(router.order(request)[: request.repeats])}
+                columns |= {"answers": [key for _, key, _ in tries]} if keys else {}
+                columns["lengths"] = [ending and ending.length for _, _, ending in tries]
+                columns["cut_off"] = [ending and ending.cut_off for _, _, ending in tries]
+                request.arguments = (context, {**generation.without_sampling(settings), **columns})
         return responses
 
     def stored_records(self, kind: str, requests: Sequence[Any]) -> list[dict[str, Any]]:
@@ -235,23 +247,6 @@ class PrunedLM(AnsweringLM):
             if self.rank == 0 and (line := cut_off_note(lengths)):
                 more = "more max_gen_toks" if lengths["max_gen_toks"] else "max_gen_toks in place of max_length"
                 logger.warning("%s: %s; give %s", task, line, more)
-
-    def _write_samples(
-        self, router: HeadRouter, requests: list[Any], keys: list[str], endings: Sequence[Ending | None]
-    ) -> None:
-        """Write attempts, keys and lengths into the requests' arguments, which `--log_samples` writes."""
-        attempts: dict[int, list[tuple[Any, str, Ending | None]]] = defaultdict(list)
-        for request, key, ending in zip(requests, keys or [""] * len(requests), endings, strict=True):
-            if len(attempts[id(request)]) < request.repeats:
-                attempts[id(request)].append((request, key, ending))
-        for tries in attempts.values():
-            request = tries[0][0]
-            context, settings = request.args
-            columns: dict[str, Any] = {"attempts": list(router.order(request)[: request.repeats])}
-            columns |= {"answers": [key for _, key, _ in tries]} if keys else {}
-            columns["lengths"] = [ending and ending.length for _, _, ending in tries]
-            columns["cut_off"] = [ending and ending.cut_off for _, _, ending in tries]
-            request.arguments = (context, {**generation.without_sampling(settings), **columns})
 
 
 def compute_in_parts(

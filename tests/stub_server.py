@@ -1,4 +1,4 @@
-"""A stub of vLLM, SGLang and llama.cpp in this process, with a tiny model and injected faults."""
+"""A stub of vLLM and llama.cpp in this process, with a tiny model and injected faults."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Stub:
     Args:
         folder: of the model.
         adapters: names of its adapters, e.g. `L0H1` or `L0H1+L1H2`.
-        kind: `vllm`, `sglang` or `llamacpp`.
+        kind: `vllm` or `llamacpp`.
         fault: called with the number of a completion (from 0) and its payload; returns a fault to inject, or None.
         name: of the model.
         silent: adapters that change nothing.
@@ -100,8 +100,7 @@ class Stub:
         cards: list[dict[str, Any]] = [
             {"id": self.name, "root": self.root, "parent": None, "max_model_len": self.length, "owned_by": self.kind}
         ]
-        if self.kind == "vllm":
-            cards += [{"id": adapter, "root": f"/adapters/{adapter}", "parent": self.name} for adapter in self.adapters]
+        cards += [{"id": adapter, "root": f"/adapters/{adapter}", "parent": self.name} for adapter in self.adapters]
         return {"object": "list", "data": cards}
 
     def lora_adapters(self) -> list[dict[str, Any]]:
@@ -119,10 +118,9 @@ class Stub:
             return "+".join(on)
         if model == self.name:
             return ""
-        name = str(model).removeprefix(f"{self.name}:") if self.kind == "sglang" else str(model)
-        if name not in self.adapters:
+        if model not in self.adapters:
             return None
-        return "" if name in self.silent else name
+        return "" if model in self.silent else str(model)
 
     def complete(self, payload: dict[str, Any], heads: str, chat: bool) -> dict[str, Any]:
         payload = {**self.defaults, **payload}

@@ -174,12 +174,8 @@ def test_text_of_the_split_that_its_task_scores_is_warned_of(
     path = task_of(tmp_path, **splits)
     tokenizer = AutoTokenizer.from_pretrained(tiny_folder)
     if own:
-        OwnText(
-            tiny("llama"),
-            tokenizer,
-            TextOptions(calibrate_on="own", task=path, windows=2, max_gen_toks=4),
-            tmp_path / "store",
-        )
+        options = TextOptions(calibrate_on="own", task=path, windows=2, max_gen_toks=4)
+        OwnText(tiny("llama"), tokenizer, options, tmp_path / "store", None)
     else:
         windows_of(tokenizer, None, path)
     lines = split_warnings()

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import copy
-import gc
 import math
 import random
 import re
 from pathlib import Path
 from typing import Any
-from weakref import ref
 
 import numpy as np
 import pandas as pd
@@ -27,7 +25,7 @@ from lmeval_prune.cli import main
 from lmeval_prune.comparison.distance import COLUMNS, first_difference, summarize_answers, summarize_tokens
 from lmeval_prune.comparison.options import DistanceOptions
 from lmeval_prune.comparison.tokens import Text, logits_of, pass_distances, reduce_distances, token_distances
-from lmeval_prune.comparison.variants import Distances, load, measure, read_windows, write
+from lmeval_prune.comparison.variants import Distances, write
 from lmeval_prune.decoding import Engine
 from lmeval_prune.reporting.statistics import clustered_means
 from tests.conftest import strict_json, task_manager
@@ -273,22 +271,6 @@ def test_variants_on_greedy_answers(tiny_folder: Path, tmp_path: Path, capsys: p
     assert content["dense"]["cut_off"] in (0, 1 / 3, 2 / 3, 1)
     assert content["table"] in capsys.readouterr().out
     assert "| mean KLD |" in re.sub(" +", " ", content["table"])
-
-
-def test_one_checkpoint_is_in_memory_at_a_time(tiny_folder: Path, tmp_path: Path) -> None:
-    (tmp_path / "text.txt").write_text("A text of many words. " * 20)
-    options = DistanceOptions(text=str(tmp_path / "text.txt"), windows=2, tokens=8)
-    lm, loaded = load(str(tiny_folder), options), []
-
-    def load_other() -> Any:
-        gc.collect()
-        assert not any(other() for other in loaded)
-        other = load(str(tiny_folder), options)
-        loaded.append(ref(other.model))
-        return other
-
-    distances = measure(lm, {}, {}, {"one": load_other, "two": load_other}, read_windows(lm, options))
-    assert len(loaded) == 2 and list(distances.tokens) == ["one", "two"]
 
 
 def test_variants_on_a_text_and_on_choices(tiny_folder: Path, tmp_path: Path) -> None:

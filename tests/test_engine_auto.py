@@ -20,7 +20,6 @@ from lmeval_prune.models.answer_store import read_answers
 from lmeval_prune.models.arguments import Arguments
 from lmeval_prune.models.pruned_hf import PrunedHFLM
 from lmeval_prune.tasks import compat
-from tests.covers import crossed
 from tests.test_command_line import call, lm_eval
 from tests.test_pruned_hf import HEADS, PROMPTS, model
 from tests.tiny_models import BY_GENERATE, CAUSAL, tiny
@@ -236,17 +235,8 @@ def evaluated(folder: Path, cwd: Path, name: str, words: tuple[str, ...] = (), r
     """Evaluate a tiny task by lm-eval's command; return the texts of its log by document."""
     output = cwd / name
     model_args = {"pretrained": str(folder), "dtype": "float64", **arguments}
-    command = [
-        "--model",
-        "pruned-hf",
-        "--model_args",
-        json.dumps(model_args),
-        "--tasks",
-        "prune_tiny_words",
-        "--limit",
-        "6",
-    ]
-    command += ["--device", "cpu", "--output_path", str(output), "--log_samples", *words]
+    command = ["--model", "pruned-hf", "--model_args", json.dumps(model_args), "--tasks", "prune_tiny_words"]
+    command += ["--limit", "6", "--device", "cpu", "--output_path", str(output), "--log_samples", *words]
     if ranks == 1:
         assert lm_eval(*command, cwd=cwd) == 0
     else:
@@ -270,34 +260,6 @@ hf.AUTO_MIN_REQUESTS = 1
 cli_evaluate()
 """
 UNTIL = json.dumps({"until": ["e", "th"], "max_gen_toks": 40})
-
-
-@crossed(
-    {
-        "dtype": ["float32", "float64"],
-        "arguments": [{}, {"think_end_token": "1"}, {"think_end_token": 90}, {"max_length": 70}],
-        "heads": [{}, {"heads": HEADS}],
-    },
-    together=2,
-    ids=str,
-)
-def test_the_command_gives_the_same_texts(
-    tiny_folder: Path, tmp_path: Path, dtype: str, arguments: dict[str, Any], heads: dict[str, str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    """Stop texts, a delimiter of thoughts as a text and as a token, prompts that are cut; without and with heads."""
-    counts: list[int] = []
-    decode = Engine.decode
-    monkeypatch.setattr(
-        Engine, "decode", lambda engine, requests: counts.append(len(requests)) or decode(engine, requests)
-    )
-    texts = [
-        evaluated(tiny_folder, tmp_path, engine, ("--gen_kwargs", UNTIL, "--batch_size", "4"), dtype=dtype,
-                  engine=engine, **arguments, **heads)
-        for engine in ("generate", "auto")
-    ]  # fmt: skip
-    assert texts[0] == texts[1] and len(texts[0]) == 6
-    assert counts == [6]
 
 
 @pytest.mark.long

@@ -312,19 +312,39 @@ def test_a_model_that_was_changed_after_its_cells_were_named_is_refused(
     assert len(failed) == 3
 
 
-def test_a_mask_that_was_written_again_after_its_cells_were_named_is_refused(
+def test_files_that_change_after_cells_were_named_change_nothing(
     tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A mask, a calibration text, and the code and the data of a task."""
     model_map = map_model(load_pretrained(str(tiny_folder)))
-    HeadMask("L0H1").save(tmp_path / "mask.json", model_map)
-    variants = {"mask": {"mask": str(tmp_path / "mask.json")}, "heads": {"heads": "L0H2"}}
-    settings = {"variants": variants, "tasks": ["prune_tiny_choice"], "baseline": None, "limit": 1}
-    grid = Grid.of(described(tiny_folder, **settings))
+    mask, text = tmp_path / "mask.json", tmp_path / "text.txt"
+
+    def write(number: int) -> None:
+        HeadMask(f"L{number}H1").save(mask, model_map)
+        text.write_text("\n\n".join(f"Ann {number} has {n * number + n} apples." for n in range(40)))
+        (tmp_path / "task").mkdir(exist_ok=True)
+        question = {"question": f"{number} and 2", "answer": "4"}
+        (tmp_path / "data.jsonl").write_text(json.dumps(question))
+        shutil.rmtree(tmp_path / "json", ignore_errors=True)
+        (tmp_path / "task" / "mine.yaml").write_text(TASK.replace("DATA", str(tmp_path / "data.jsonl")))
+        code = PROMPTS.replace("from helper import NUMBER", "NUMBER = '4'").replace('"?"', f'"?{number}"')
+        (tmp_path / "task" / "prompts.py").write_text(code)
+
+    prune = {"method": "flap", "ratio": 0.3, "text": str(text), "windows": 4, "tokens": 16}
+    variants = {"mask": {"mask": str(mask)}, "plan": {"prepare": {"prune": prune}}}
+    tasks = [str(tmp_path / "task" / "mine.yaml")]
+    grid = Grid.of(described(tiny_folder, variants=variants, tasks=tasks, baseline=None, distance=1))
+    write(0)
+    assert run(grid, str(tmp_path / "before")).failed == []
     cells = cells_of(grid)
-    HeadMask("L1H2").save(tmp_path / "mask.json", model_map)
+    write(1)
+    assert {cell.key for cell in cells}.isdisjoint(cell.key for cell in cells_of(grid))
     monkeypatch.setattr("lmeval_prune.grid.run.cells_of", lambda _: cells)
-    ((variant, *_),) = run(grid, str(tmp_path / "g")).failed
-    assert variant == "mask"
+    assert run(grid, str(tmp_path / "after")).failed == []
+    plans = [
+        json.loads(next((tmp_path / name).glob("prepared/*/plan.json")).read_text()) for name in ("before", "after")
+    ]
+    assert plans[0] == plans[1] and outcomes(tmp_path / "before") == outcomes(tmp_path / "after")
 
 
 # ---------------------------------------------------------------------- the hash

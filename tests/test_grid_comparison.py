@@ -18,9 +18,9 @@ from lmeval_prune.artefacts import digest, file_name, new_folder, write_artefact
 from lmeval_prune.cli import main
 from lmeval_prune.comparison.columns import pareto_fronts
 from lmeval_prune.comparison.tables import POOLED
+from lmeval_prune.grid.cells import selected_questions
 from lmeval_prune.grid.comparison import compare
-from lmeval_prune.grid.folder import CELL, VERSION, GridFolder
-from lmeval_prune.grid.worker import selected_questions
+from lmeval_prune.grid.folder import CELL, MEASURE, VERSION, GridFolder
 from lmeval_prune.reporting.statistics import (
     detectable,
     difference_interval,
@@ -243,7 +243,7 @@ def write_grid(
             entry |= {"command": f"lm_eval --x {variant}-{task}"}
             cells.append({**entry, **entries.get(variant, {})})
         cost = {"parameters": 100, "flops_per_token": float(200 - len(variant)), "device": "cpu", "threads": 1}
-        folder.write_costs(variant, cost)
+        write_artefact(folder.place("measure", variant), MEASURE, VERSION, cost)
     folder.create("By hand", baseline, cells)
     return path
 

@@ -68,29 +68,19 @@ def test_methods_are_prepared_evaluated_and_compared(
 
 def test_calibration_problems_are_read_as_the_grid_asks(tiny_folder: Path) -> None:
     """In the chat template, unless the preparation says otherwise; it is another preparation then."""
-    settings_of_task = {"method": "flap", "ratio": 0.3, "task": "prune_tiny_cloze"}
-    settings: dict[str, dict[str, Any]] = {
-        "open": settings_of_task,
-        "chat": {**settings_of_task, "apply_chat_template": True},
-        "plain": {**settings_of_task, "apply_chat_template": False},
-        "unread": {"method": "random", "ratio": 0.3},
-    }
-    cells = {}
-    for name, prune in settings.items():
+    read = {"method": "flap", "ratio": 0.3, "task": "prune_tiny_cloze"}
+    settings = (read, {**read, "apply_chat_template": True}, {**read, "apply_chat_template": False})
+    settings = (*settings, {"method": "random", "ratio": 0.3})
+    chats, keys = [], []
+    for prune in settings:
         for chat in (True, False):
             variants = {"v": {"prepare": {"prune": prune}}}
             content = described(tiny_folder, variants=variants, tasks=["prune_tiny_choice"], baseline=None)
-            (cells[name, chat],) = cells_of(Grid.of({**content, "apply_chat_template": chat}))
-    read = {key: cell.variant.prepare["prune"].get("apply_chat_template", False) for key, cell in cells.items()}
-    assert read == {(name, chat): chat if name == "open" else name == "chat" for name, chat in cells}
-    preparations = {key: cell.prepared for key, cell in cells.items()}
-    assert (
-        preparations["open", True]
-        == preparations["chat", True]
-        != preparations["plain", True]
-        == preparations["open", False]
-    )
-    assert preparations["unread", True] == preparations["unread", False]
+            (cell,) = cells_of(Grid.of({**content, "apply_chat_template": chat}))
+            chats.append(cell.preparation.apply_chat_template)
+            keys.append(cell.prepared)
+    assert chats == [True, False, True, True, False, False, False, False]
+    assert keys[0] == keys[2] == keys[3] != keys[1] == keys[4] == keys[5] and keys[6] == keys[7]
 
 
 def test_a_plan_of_own_answers(tiny_folder: Path, tmp_path: Path) -> None:

@@ -49,7 +49,7 @@ def alone(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_node_that_dies_changes_nothing(tiny_folder: Path, alone: Path, tmp_path: Path, cluster: Any) -> None:
     """Killed when it has begun to answer; its job is done again by the other one."""
     with pytest.raises(InputError):
-        list(RayRunner(gpus=3).run(tmp_path, []))
+        list(RayRunner(gpus=3).run(tmp_path, [], Grid.of(described(tiny_folder))))
     output, killed = tmp_path / "g", []
 
     def kill() -> None:

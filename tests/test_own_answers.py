@@ -72,7 +72,7 @@ def model(tiny_folder: Path) -> Any:
 
 def own_text(folder: Path, name: str, model: Any, tokenizer: Any = None, **options: Any) -> OwnText:
     settings = TextOptions(calibrate_on="own", task=name, windows=options.pop("windows", 6), **options)
-    return OwnText(model, tokenizer, settings, folder)
+    return OwnText(model, tokenizer, settings, folder, None)
 
 
 def answerer(tiny_folder: Path, folder: Path, name: str, **sampling: Any) -> tuple[Answerer, list[Question]]:

@@ -1,7 +1,6 @@
 """`pruned-hf` against `hf` and against a plain transformers script."""
 
 import json
-import random
 import shutil
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from lmeval_prune.models.identity import Checkpoint
 from lmeval_prune.models.pruned_hf import PrunedHFLM
 from lmeval_prune.tasks import compat
 from tests.conftest import task_manager
-from tests.tiny_models import family_folder, output, tiny, tokens
+from tests.tiny_models import family_folder, tiny
 
 HEADS = "L0H1+L1H2-3"
 PROMPTS = [
@@ -99,22 +98,6 @@ def test_with_heads_it_agrees_with_a_plain_script(tiny_folder: Path) -> None:
     assert dense.generate_until(requests("generate_until")) != texts
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_batch_size_and_order_do_not_matter(tiny_folder: Path, kind: str) -> None:
-    reference = getattr(model(tiny_folder, heads=HEADS, batch_size=1), kind)(requests(kind))
-    for size in (3, 16):
-        items = requests(kind)
-        order = list(range(len(items)))
-        random.Random(size).shuffle(order)
-        actual = getattr(model(tiny_folder, heads=HEADS, batch_size=size), kind)([items[i] for i in order])
-        for position, i in enumerate(order):
-            expected = reference[i]
-            if kind == "generate_until":
-                assert actual[position] == expected
-            else:
-                assert actual[position] == pytest.approx(expected, abs=1e-9)
-
-
 @pytest.mark.parametrize("engine", ["generate", "batched"])
 def test_results_file_names_heads_artefact_and_lengths(tiny_folder: Path, tmp_path: Path, engine: str) -> None:
     HeadMask("L0H1").save(tmp_path / "mask.json", map_model(AutoModelForCausalLM.from_pretrained(tiny_folder)))
@@ -128,16 +111,6 @@ def test_results_file_names_heads_artefact_and_lengths(tiny_folder: Path, tmp_pa
     assert results["config"]["model_args"]["heads"] == "L1H2-3"
     lengths = {"answers": 3, "unknown": 0, "cut_off": 1.0, "mean_tokens": 6, "max_gen_toks": 6}
     assert pruning["answers"] == {"prune_tiny_words": lengths} and json.dumps(pruning)
-
-
-def test_close_undoes_the_pruning(tiny_folder: Path) -> None:
-    network = tiny("llama", vocab_size=259, max_position_embeddings=512)
-    inputs = tokens()
-    before = output(network, inputs)
-    wrapped = PrunedHFLM(network, heads=HEADS, tokenizer=AutoTokenizer.from_pretrained(tiny_folder))
-    assert not torch.equal(output(network, inputs), before)
-    wrapped.close()
-    assert torch.equal(output(network, inputs), before)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -300,32 +273,7 @@ def test_unknown_family_is_refused_before_loading_or_described(tiny_folder: Path
     assert dense.pruning_info()["weights_fingerprint"] == weights_fingerprint(dense.model)
 
 
-@pytest.mark.parametrize("engine", ["auto", "batched"])
-def test_a_choice_without_a_token_of_its_own_is_named(
-    tiny_folder: Path, engine: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    lm = model(tiny_folder, engine=engine)
-    monkeypatch.setattr(lm, "_encode_pair", lambda context, continuation: (lm.tok_encode(context + continuation), []))
-    with pytest.raises(InputError, match="target_delimiter"):
-        lm.loglikelihood([request("loglikelihood", ("Ans", "wer"), 0)])
-
-
 # --------------------------------------------------------------------------- engine=batched
-
-
-@pytest.mark.parametrize("heads", [pytest.param(None, marks=pytest.mark.long), HEADS])
-def test_the_engine_gives_the_same_texts(tiny_folder: Path, heads: str | None) -> None:
-    """Several stops, lengths and a prompt that must be cut; in the order of the requests."""
-    long = "word " * 120
-    settings = [GENERATE, {"until": ["a", "zz"], "max_gen_toks": 30}, {"until": [], "max_gen_toks": 400}]
-    instances = [
-        request("generate_until", (prompt, dict(setting)), i)
-        for i, (prompt, setting) in enumerate((p, s) for p in [*PROMPTS, long] for s in settings)
-    ]
-    expected = model(tiny_folder, heads=heads, batch_size=1).generate_until(instances)
-    batched = model(tiny_folder, heads=heads, engine="batched", engine_rows=4)
-    assert batched.generate_until(instances) == expected and len(set(expected)) > 10
-    assert batched.engine.statistics.answers == len(instances)
 
 
 @pytest.mark.parametrize("engine", ["batched", "generate"])
@@ -384,21 +332,7 @@ def test_what_was_thought_is_left_out_by_the_engine_too(tiny_folder: Path, think
     assert model(tiny_folder, engine="batched", think_end_token=think_end).generate_until(instances) == expected
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("arguments", [{"engine": "generate"}, {"engine": "batched"}, {"token_filter": 0.5}], ids=str)
-def test_nan_is_no_answer(tiny_folder: Path, arguments: dict, kind: str) -> None:
-    """Greedy decoding would take the first token, and a choice the first one."""
-    lm = model(tiny_folder, **arguments)
-    with torch.no_grad():
-        lm.model.model.norm.weight[3] = torch.nan
-    with pytest.raises(InputError):
-        getattr(lm, kind)(requests(kind))
-
-
 def test_padding_that_eager_attention_cannot_read_is_no_answer(tiny_folder: Path) -> None:
     lm = model(tiny_folder, engine="generate", attn_implementation="eager")
     with pytest.raises(InputError, match=r"NaN.*attn_implementation=sdpa"):
         lm.generate_until(requests("generate_until"))
-
-
-# refused when they are read, when processors are made of them, or at the first token

@@ -170,16 +170,6 @@ def test_pruned_hf_names_what_is_wrong_before_it_loads_weights(
     assert name in str(error.value) and "\n" not in str(error.value)
 
 
-def test_pruned_hf_names_a_chat_template_that_is_missing(tiny_folder: Path) -> None:
-    lm = PrunedHFLM(str(tiny_folder), device="cpu")
-    lm.tokenizer.chat_template = None
-    with pytest.raises(InputError, match="apply_chat_template"):
-        lm.chat_template(True)
-    lm.tokenizer.chat_template = {"tool": "x", "rag": "y"}
-    with pytest.raises(InputError, match="apply_chat_template"):
-        lm.chat_template("chat")
-
-
 SERVED: list[tuple[dict[str, Any], str]] = [
     ({"base_url": "http://127.0.0.1:9"}, "http://127.0.0.1:9"),
     ({"base_url": None}, "base_url"),

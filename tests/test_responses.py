@@ -224,19 +224,6 @@ def test_what_is_applied_to_the_live_model_is_in_the_key_and_in_the_report(
         assert lm.generate_until(instances) == expected  # from the store
 
 
-def test_two_model_classes_on_one_live_model_know_of_each_other(tiny_folder: Path) -> None:
-    network, tokenizer = live(tiny_folder)
-    first = PrunedHFLM(network, tokenizer=tokenizer, heads="L0H0")
-    second = PrunedHFLM(network, tokenizer=tokenizer, heads="L1H0")
-    both = model(tiny_folder, heads="L0H0+L1H0")
-    assert both.intervention_identities() == first.intervention_identities() == second.intervention_identities()
-    assert second.pruning_info()["heads"] == ["L0H0", "L1H0"]
-    with pytest.raises(InputError):
-        PrunedHFLM(network, tokenizer=tokenizer, heads="L0H1-3")
-    first.close()
-    assert second.pruning_info()["heads"] == ["L1H0"]
-
-
 def test_a_wrapper_is_the_model_that_it_wraps(tiny_folder: Path) -> None:
     peft = pytest.importorskip("peft")
     network, _ = live(tiny_folder)
@@ -293,24 +280,6 @@ def test_models_that_differ_in_one_part_do_not_share_answers(tiny_folder: Path, 
         lm.close()
     item, other = identities
     assert [name for name in item if item[name] != other[name]] == [part] and item.keys() == other.keys()
-
-
-def test_weights_are_looked_at_when_an_answer_is_asked_for(tiny_folder: Path, tmp_path: Path) -> None:
-    """A live model that is trained between two evaluations."""
-    network, tokenizer = live(tiny_folder)
-    lm = PrunedHFLM(network, tokenizer=tokenizer, batch_size=1, responses=str(tmp_path / "s"))
-    instances, before = requests("loglikelihood"), network.state_dict()
-    first = lm.loglikelihood(instances)
-    before = {name: tensor.clone() for name, tensor in before.items()}
-    optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
-    network(torch.tensor([[5, 6, 7]]), labels=torch.tensor([[5, 6, 7]])).loss.backward()
-    optimizer.step()
-    expected = PrunedHFLM(network, tokenizer=tokenizer, batch_size=1).loglikelihood(instances)
-    assert lm.loglikelihood(instances) == expected != first
-    network.load_state_dict(before)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(network, "forward", None)
-        assert lm.loglikelihood(instances) == first  # from the store
 
 
 def test_artefacts_of_weights_before_a_training_are_refused_after_it(tiny_folder: Path, tmp_path: Path) -> None:

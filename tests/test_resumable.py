@@ -16,8 +16,7 @@ from lm_eval.api.registry import model_registry
 from lm_eval.tasks import TaskManager
 
 from lmeval_prune.models.answer_store import AnswerStore, read_answers
-from lmeval_prune.models.resumable import ResumableLM, model_identity
-from lmeval_prune.tasks import compat
+from lmeval_prune.models.resumable import model_identity
 from tests.conftest import ROOT
 from tests.kills import killing_after
 from tests.stub_server import Stub
@@ -197,16 +196,6 @@ def test_answers_are_stored_part_by_part(
         assert resumed == whole
 
 
-def test_empty_answers_are_stored(
-    late: type[Late], evaluate: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    compute = Late.generate_until
-    monkeypatch.setattr(Late, "generate_until", lambda self, requests: [text[:0] for text in compute(self, requests)])
-    for _ in range(2):
-        evaluate("resumable", ["prune_tiny_words"], lm="late", responses=str(tmp_path / "store"))
-    assert late.calls == [LIMIT] and stored(tmp_path / "store") == LIMIT
-
-
 @pytest.mark.parametrize("count", [1, 2])
 def test_a_text_that_a_server_did_not_send_is_asked_for_again(
     count: int, evaluate: Callable, server: Stub, tiny_folder: Path, tmp_path: Path
@@ -264,14 +253,3 @@ def test_what_identifies_a_model(tiny_folder: Path, tmp_path: Path) -> None:
 
 
 # --------------------------------------------------------------------------- refusals
-
-
-def test_processes_write_files_of_their_own(late: type[Late], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    lms = []
-    for rank in ("0", "1"):
-        monkeypatch.setenv("RANK", rank)
-        lms.append(ResumableLM.create_from_arg_string(f"lm=late,responses={tmp_path / 'store'}"))
-    for lm, prompt in zip(lms, ("one", "two"), strict=True):
-        lm.generate_until([compat.request("generate_until", (prompt, {}), "task", 0, doc={"question": prompt})])
-    assert sorted(path.name for path in (tmp_path / "store").glob("rank-*")) == ["rank-0.jsonl", "rank-1.jsonl"]
-    assert stored(tmp_path / "store") == 2

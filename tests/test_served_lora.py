@@ -58,10 +58,7 @@ def test_answers_are_those_of_peft_and_stored_apart(tiny_folder: Path, lora: Pat
 
 
 def test_an_adapter_that_changes_nothing_or_is_not_served_is_refused(tiny_folder: Path, lora: Path) -> None:
-    with (
-        Stub(tiny_folder, ("L0H1",), silent=("L0H1",)) as stub,
-        pytest.raises(InputError),
-    ):
+    with Stub(tiny_folder, ("L0H1",), silent=("L0H1",)) as stub, pytest.raises(InputError):
         served(tiny_folder, stub, lora=str(lora))
     with Stub(tiny_folder, ("L0H2",)) as stub, pytest.raises(InputError):
         served(tiny_folder, stub, lora=str(lora))

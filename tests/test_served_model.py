@@ -44,7 +44,7 @@ def remote(folder: Path, kind: str = "vllm") -> Stub:
     return stub
 
 
-@pytest.mark.parametrize("kind", ["vllm", "sglang", "llamacpp"])
+@pytest.mark.parametrize("kind", ["vllm", "llamacpp"])
 def test_another_training_does_not_go_on_with_stored_answers(
     tiny_folder: Path, retrained: Path, tmp_path: Path, kind: str
 ) -> None:
@@ -106,17 +106,6 @@ def test_costs_of_a_model_here_are_none_of_a_served_one(tiny_folder: Path, tmp_p
     folder = GridFolder(tmp_path)
     costs = {cell.variant.name: folder.costs(cell.costs) for cell in cells_of(grid)}
     assert costs["here"] and not costs["there"] and folder.failures() == {}
-
-
-def test_files_of_one_model_are_cells_by_their_names(tiny_folder: Path) -> None:
-    """A GGUF file has the `pretrained=` of the model that it was made from."""
-    model = {"pretrained": str(tiny_folder), "dtype": "float64", "base_url": "http://127.0.0.1:9", "server": "llamacpp"}
-    settings = {"model": model, "tasks": ["prune_tiny_words"]}
-    named = {"dense": {"model": "dense"}, "cut": {"model": "cut"}}
-    assert len({cell.key for cell in cells_of(Grid.of({**settings, "variants": named}))}) == 2
-    addresses = {"dense": {}, "cut": {"base_url": "http://127.0.0.1:10", "model": None}}
-    with pytest.raises(InputError):
-        cells_of(Grid.of({**settings, "variants": addresses}))
 
 
 def test_rounding_is_no_other_model(tmp_path: Path) -> None:

@@ -80,20 +80,6 @@ def test_outcomes_are_those_of_a_local_sweep(tiny_folder: Path, adapters: Path, 
                 sweep_here(tiny_folder, tmp_path / name)
 
 
-def test_an_interrupted_sweep_goes_on_and_ends_as_one_that_was_not(
-    tiny_folder: Path, adapters: Path, tmp_path: Path
-) -> None:
-    with Stub(tiny_folder, HEADS) as stub:
-        sweep(stub, tiny_folder, adapters, tmp_path / "whole", limit=3)
-    with Stub(tiny_folder, HEADS) as stub:
-        stub.fault = lambda number, payload: "die" if number == 18 else None
-        with pytest.raises(InputError):
-            sweep(stub, tiny_folder, adapters, tmp_path / "cut", limit=3, model_args={"num_concurrent": 1})
-    with Stub(tiny_folder, HEADS) as stub:
-        sweep(stub, tiny_folder, adapters, tmp_path / "cut", limit=3)
-    assert file_contents(tmp_path / "cut") == file_contents(tmp_path / "whole")
-
-
 def test_another_server_type_or_adapter_is_refused(tiny_folder: Path, adapters: Path, tmp_path: Path) -> None:
     with Stub(tiny_folder, HEADS) as stub:
         options: dict[str, Any] = {"heads": "L0H0+L0H1", "limit": 1}

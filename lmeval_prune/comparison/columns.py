@@ -29,23 +29,15 @@ def change(row: Row, value: float | None) -> str:
 
 @dataclass(frozen=True)
 class Column:
-    """A column of test results, or without `text` of what is measured of answers.
+    """A column of test results, or without `text` of what is measured of answers."""
 
-    Attributes:
-        key: field of a `Row`, or name in `Row.measured`; `{key}_se` is its standard error, if it has one.
-        title: heading.
-        legend: what it means; empty: not shown in a comparison.
-        digits, factor: how a measured value is written.
-        text, interval: the cell, and what the page shows below it.
-    """
-
-    key: str
+    key: str  # field of a `Row`, or name in `Row.measured`; `{key}_se` is its standard error, if it has one
     title: str
-    legend: str = ""
-    digits: int = 0
+    legend: str = ""  # what it means; empty: not shown in a comparison
+    digits: int = 0  # how a measured value is written
     factor: float = 1
-    text: Callable[[Row], str] | None = None
-    interval: Callable[[Row], str] = lambda _: ""
+    text: Callable[[Row], str] | None = None  # the cell
+    interval: Callable[[Row], str] = lambda _: ""  # what the page shows below it
 
     def measured(self, values: Mapping[str, float | None]) -> str:
         """Format a measured value with its standard error if it is known; empty without a value."""

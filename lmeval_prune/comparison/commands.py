@@ -28,7 +28,7 @@ def compare(
 
     Args:
         runs: folders or results files, each as PATH or NAME=PATH; `--runs` may be left out
-        baseline: name or path of a run (default: the first)
+        baseline: name or path of a run (default: the only one of a folder without pruning, else the first)
         output: folder for the tables and the page
         tasks: tasks and groups to compare (default: all of the baseline)
         metric: METRIC or METRIC,FILTER to compare where a task has it (default: exact_match, acc or pass@N, else the

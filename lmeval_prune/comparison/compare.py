@@ -11,7 +11,7 @@ import numpy as np
 from lmeval_prune.comparison.distance import answer_distances
 from lmeval_prune.comparison.runs import Evaluation, Run, different, find_runs
 from lmeval_prune.comparison.samples import WEIGHT, choose, columns_of, metric_name
-from lmeval_prune.comparison.tables import Comparison, Table, merged, pooled, rows_of, unless_equal
+from lmeval_prune.comparison.tables import POOLED, Comparison, Table, merged, rows_of
 from lmeval_prune.errors import InputError, did_you_mean, first_few
 from lmeval_prune.models.answer_store import cut_off_note
 
@@ -28,25 +28,21 @@ def compare(
     allow_different: Collection[Kind] = (),
     seed: int = 0,
 ) -> Comparison:
-    """Compare runs with a baseline.
+    """Compare runs with a baseline; arguments as for the command `compare`.
 
-    Args:
-        words: `PATH` or `NAME=PATH` of each run; see `find_runs`.
-        baseline: name or path of a run; None for the first.
-        tasks: tasks and groups to compare; empty for all of the baseline.
-        metric: `METRIC` or `METRIC,FILTER` to compare where a task has it; None for each task's default.
-        by: columns of the documents; their values divide each task into parts.
-        allow_different: what may differ between runs.
-        seed: seed of the tests.
+    Without `baseline`, it is the only run of a folder without pruning, else the first.
     """
     runs = {run.name: run for run in find_runs(words)}
     if len(runs) < 2:
         raise InputError(f"{first_few(runs)} is a single run; name another one, too")
-    if baseline is not None and baseline in words and len(words) == len(runs):  # named by its path
+    if baseline is None:
+        whole = [name for name, run in runs.items() if not run.is_pruned]
+        baseline = whole[0] if len(words) == len(whole) == 1 else next(iter(runs))
+    elif baseline in words and len(words) == len(runs):  # named by its path
         baseline = list(runs)[list(words).index(baseline)]
-    if baseline is not None and baseline not in runs:
+    if baseline not in runs:
         raise InputError(f"there is no run {baseline!r} for the baseline; the runs are {first_few(runs)}")
-    base = runs.pop(baseline or next(iter(runs)))
+    base = runs.pop(baseline)
     comparison = compare_runs([base, *runs.values()], tasks, metric, by, allow_different, seed)
     about = {run.name: run.about() for run in (base, *runs.values())}
     return replace(comparison, title=f"{first_few(runs, most=3)} against {base.name}", about=about)
@@ -61,13 +57,10 @@ def compare_runs(
     seed: int = 0,
     measured: Mapping[tuple[str, str], Mapping[str, Any]] | None = None,
 ) -> Comparison:
-    """Compare runs with the first of them; see `compare`.
+    """Compare runs with the first of them, the baseline.
 
-    Args:
-        runs: the baseline and the runs that are compared with it.
-        tasks, by, allow_different, seed: as for `compare`.
-        metric: as for `compare`; or by task, and each has to have its own.
-        measured: distances by run and task, see `columns.MEASURED`; None: those of the answers from the baseline's.
+    `metric` may be given by task, which each has to have then; `measured` are distances by run and task, see
+    `columns.MEASURED`; None: those of the answers from the baseline's.
     """
     base, *others = runs
     names = [run.name for run in runs]
@@ -112,8 +105,16 @@ def compare_runs(
 
 
 def _tasks(names: Sequence[str], base: Run, others: Sequence[Run]) -> tuple[list[str], list[str]]:
-    """Return the tasks to compare (`names`, or all), those of the baseline that another run has, and notes."""
-    chosen, notes = _named_tasks(names, base), []
+    """Return the tasks to compare, those of the baseline that another run has, and notes.
+
+    `names` are tasks and groups; empty: all tasks of the baseline.
+    """
+    available, notes = [*base.groups, *base.tasks], list[str]()
+    chosen = list(dict.fromkeys(task for name in names for task in _leaves(name, base.groups))) or base.tasks
+    for task in chosen:
+        if task not in base.tasks:
+            hint = did_you_mean(task, available) or f"; it has {first_few(available)}"
+            raise InputError(f"tasks: {base.name} has no samples of {task!r}{hint}")
     for run in others:
         if set(chosen).isdisjoint(run.tasks):
             raise InputError(
@@ -125,26 +126,12 @@ def _tasks(names: Sequence[str], base: Run, others: Sequence[Run]) -> tuple[list
     shared = [task for task in chosen if not others or any(task in run.tasks for run in others)]
     if alone := [task for task in chosen if task not in shared]:
         notes.append(f"{base.name}: {first_few(alone)} left out, which no other run has")
-    notes += [
-        f"{run.name} on {task}: each question's mean over {count} results files"
-        for run in (base, *others)
-        for task in shared
-        if (count := len(run.files_of(task))) > 1
-    ]
+    for run in (base, *others):
+        counts = {task: len(run.files_of(task)) for task in shared}
+        notes += [
+            f"{run.name} on {task}: each question's mean over {n} results files" for task, n in counts.items() if n > 1
+        ]
     return shared, notes
-
-
-def _named_tasks(names: Sequence[str], base: Run) -> list[str]:
-    """Return the tasks that are named, directly, by their groups, or by the last part of `GROUP::TASK`; else all."""
-    available, named = [*base.groups, *base.tasks], dict[str, None]()
-    for name in names:
-        full_names = [name] if name in available else [known for known in available if known.endswith(f"::{name}")]
-        for task in [task for full_name in full_names or [name] for task in _leaves(full_name, base.groups)]:
-            if task not in base.tasks:
-                hint = did_you_mean(task, available) or f"; it has {first_few(available)}"
-                raise InputError(f"tasks: {base.name} has no samples of {task!r}{hint}")
-            named[task] = None
-    return list(named) or base.tasks
 
 
 # ---------------------------------------------------------------------- what has to agree
@@ -157,13 +144,23 @@ def _align(task: str, evaluations: dict[str, Evaluation], allowed: Collection[Ki
     those of all runs are kept.
     """
     (baseline, base), notes = next(iter(evaluations.items())), []
+    first = {outcome.question: outcome.prompt for outcome in base.outcomes}
     for name, evaluation in evaluations.items():
-        differences = _differences(base, evaluation)
+        differences: dict[Kind, str] = {}
+        second = {outcome.question: outcome.prompt for outcome in evaluation.outcomes}
+        shared, own, other = first.keys() & second.keys(), evaluation.settings, base.settings
+        if not len(shared) == len(first) == len(second):
+            differences["questions"] = f"{len(second)} and {len(first)}, {len(shared)} of them the same"
+        if changed := sum(first[key] != second[key] for key in shared):
+            reasons = different(own.prompt, other.prompt, own.lm_eval == other.lm_eval)
+            differences["prompts"] = "; ".join([f"{changed} of {len(shared)}", *reasons[:4]])
+        if reasons := different(own.other, other.other, own.lm_eval == other.lm_eval):
+            differences["settings"] = first_few(reasons, most=4)
         if refused := [kind for kind in differences if kind not in allowed]:
             raise InputError(
                 f"{name!r} and the baseline {baseline!r} have different {' and '.join(refused)} of {task} "
                 f"({'; '.join(differences[kind] for kind in refused)}); evaluate them alike, or add "
-                f"--allow-different {','.join(dict.fromkeys([*allowed, *refused]))}"
+                f"--allow_different {','.join(dict.fromkeys([*allowed, *refused]))}"
             )
         notes += [f"{name} on {task}: different {kind} ({text})" for kind, text in differences.items()]
     common = set.intersection(*(set(evaluation.questions) for evaluation in evaluations.values()))
@@ -173,22 +170,6 @@ def _align(task: str, evaluations: dict[str, Evaluation], allowed: Collection[Ki
     for name, evaluation in evaluations.items():
         evaluations[name] = evaluation.of(order)
     return notes
-
-
-def _differences(base: Evaluation, compared: Evaluation) -> dict[Kind, str]:
-    differences: dict[Kind, str] = {}
-    first, second = ({o.question: o.prompt for o in evaluation.outcomes} for evaluation in (base, compared))
-    shared = first.keys() & second.keys()
-    if not len(shared) == len(first) == len(second):
-        differences["questions"] = f"{len(second)} and {len(first)}, {len(shared)} of them the same"
-    has_same_version = base.settings.lm_eval == compared.settings.lm_eval
-    if other := sum(first[key] != second[key] for key in shared):
-        reasons = different(compared.settings.prompt, base.settings.prompt, has_same_version)
-        text = f"{other} of {len(shared)}"
-        differences["prompts"] = f"{text}; {first_few(reasons, most=4)}" if reasons else text
-    if reasons := different(compared.settings.other, base.settings.other, has_same_version):
-        differences["settings"] = first_few(reasons, most=4)
-    return differences
 
 
 # ---------------------------------------------------------------------- tables
@@ -226,7 +207,7 @@ def _tables(
                     values=table.values[rows],
                     texts=[table.texts[row] for row in rows],
                     numbers=(),
-                    weights=None if table.weights is None else table.weights[rows],
+                    weights=table.weights[rows],
                     is_part=True,
                 )
     if missing := [column for column in by if not any(f", {column}: " in name for name in parts)]:
@@ -235,9 +216,14 @@ def _tables(
     members = {task for name in groups for task in _leaves(name, base.groups)}
     tables = {task: replace(table, is_part=task in members) for task, table in tables.items()}
     top_level = [table for table in (*tables.values(), *groups.values()) if table.are_shares and not table.is_part]
-    if len(top_level) > 1:  # otherwise all tasks are those of a group
-        all_tasks, pooling_notes = pooled(tables, variants)
-        groups |= all_tasks
+    shares = [table for table in tables.values() if table.are_shares]
+    if len(top_level) > 1 and len(shares) > 1:  # otherwise all tasks are those of a group
+        lower = [task for task, table in tables.items() if table.lower_is_better]
+        other = [task for task, table in tables.items() if not table.are_shares and task not in lower]
+        notes += [f"{POOLED}: without {', '.join(lower)}, where lower is better"] if lower else []
+        notes += [f"{POOLED}: without {', '.join(other)}, whose metric is not a share between 0 and 1"] if other else []
+        pooled, pooling_notes = merged(POOLED, shares, variants)
+        groups[POOLED] = replace(pooled, metrics=())
         notes += pooling_notes
     return tables | parts | groups, notes
 
@@ -251,9 +237,9 @@ def _table(task: str, runs: Mapping[str, Evaluation], metric: str | None) -> Tab
         complete = [column for column in columns_of(run.values) if np.isfinite(run.values[column]).all()]
         choose(task, chosen.column, complete)
     values = np.column_stack([chosen.aggregation.factor * run.values[chosen.column] for run in runs.values()])
-    weights = unless_equal(base.values[WEIGHT + chosen.column]) if chosen.aggregation.is_weighted else None
+    weights = base.values[WEIGHT + chosen.column] if chosen.aggregation.is_weighted else 1.0
     for name, run in runs.items():
-        if weights is not None and not np.allclose(run.values[WEIGHT + chosen.column], weights):
+        if chosen.aggregation.is_weighted and not np.allclose(run.values[WEIGHT + chosen.column], weights):
             raise InputError(
                 f"{name} on {task}: its documents have other numbers of words or bytes than the baseline's"
             )

@@ -95,7 +95,6 @@ def _plain(values: Mapping[str, Any]) -> Summary:
 
 
 def table(rows: Mapping[str, Summary]) -> str:
-    """Return a Markdown table with a row for each variant, of the columns that a variant has."""
     frame = pd.DataFrame([{"variant": name, **cells(row)} for name, row in rows.items()]).fillna("")
     columns = [column.title for column in MEASURED if column.title in frame]
     return markdown(frame[["variant", *columns]], ["variant"])

@@ -17,11 +17,10 @@ from markupsafe import Markup
 
 from lmeval_prune.artefacts import CREATED_BY, without_nan, write_text
 from lmeval_prune.comparison.columns import COSTS, MEASURED, TESTED, cost_range, level
-from lmeval_prune.comparison.tables import POOLED, Comparison, Row, Table
+from lmeval_prune.comparison.tables import POOLED, Comparison, Row
 from lmeval_prune.errors import InputError, did_you_mean, first_few
 from lmeval_prune.reporting.documents import bold, csv, markdown, render
 
-MAX_ROWS = 2_000  # of the tables on a page without scripts; beyond it, the last task's alone
 MAX_SUMMARY = 24  # rows of the summary with members of groups and parts of tasks
 MAX_CHARACTERS = 40_000_000  # of all answers of a page; tasks beyond this limit are shown without answers
 FILES = Path(__file__).with_name("page_files")
@@ -61,38 +60,29 @@ def write(comparison: Comparison, target: Path, without_texts: Sequence[str] = (
         target / "comparison.json",
         json.dumps(without_nan(content), indent=1, ensure_ascii=False, allow_nan=False) + "\n",
     )
-    write_text(target / "report.md", _report(comparison, notes, without_texts, comparison.tasks))
-    shown = comparison.tasks if len(records) <= MAX_ROWS else comparison.tasks[-1:]
-    report = _report(comparison, notes, without_texts, shown, on_page=True)
+    costs = [key for key in COSTS if any(own.get(key) is not None for own in comparison.costs.values())]
+    devices = {(own.get("device", "cpu"), own.get("threads", 1)) for own in comparison.costs.values() if own}
+    values = {
+        "comparison": comparison,
+        "notes": notes,
+        "without_texts": without_texts,
+        "summary": summary_table(comparison) if comparison.about and len(comparison.tasks) > 1 else "",
+        "tables": {task: task_table(comparison, task) for task in comparison.tasks},
+        "legends": _legends(comparison),
+        "marked": any(row.chosen_on for row in comparison.rows.values()),
+        "costs": _costs_table(comparison, costs) if costs else "",
+        "timed": any(COSTS[key].timed for key in costs),
+        "front_of_speeds": any(COSTS[key].timed for key in comparison.fronts.get(comparison.tasks[-1], {})),
+        "devices": ", ".join(sorted({f"a CPU ({n} threads)" if name == "cpu" else name for name, n in devices})),
+    }
+    # on the page it names no other file
+    file, report = (render(Path(__file__).with_name("report.md.jinja"), **values, on_page=x) for x in (False, True))
+    write_text(target / "report.md", file)
     write_text(target / "page.html", _page(comparison, records, report, without_texts))
     return notes, [target / name for name in ("report.md", "table.csv", "comparison.json", "page.html")]
 
 
 # ---------------------------------------------------------------------- Markdown
-
-
-def _report(
-    comparison: Comparison, notes: list[str], without_texts: Sequence[str], tasks: Sequence[str], on_page: bool = False
-) -> str:
-    """Return the report with the tables of some tasks; on the page it names no other file."""
-    fronts = comparison.fronts.get(comparison.tasks[-1], {})
-    costs = [key for key in COSTS if any(own.get(key) is not None for own in comparison.costs.values())]
-    devices = {(own.get("device", "cpu"), own.get("threads", 1)) for own in comparison.costs.values() if own}
-    return render(
-        Path(__file__).with_name("report.md.jinja"),
-        comparison=comparison,
-        notes=notes,
-        without_texts=without_texts,
-        on_page=on_page,
-        summary=summary_table(comparison) if comparison.about and len(tasks) > 1 else "",
-        tables={task: task_table(comparison, task) for task in tasks},
-        legends=_legends(comparison),
-        marked=any(row.chosen_on for row in comparison.rows.values()),
-        costs=_costs_table(comparison, costs) if costs else "",
-        timed=any(COSTS[key].timed for key in costs),
-        front_of_speeds=any(COSTS[key].timed for key in fronts),
-        devices=", ".join(sorted({f"a CPU ({count} threads)" if name == "cpu" else name for name, count in devices})),
-    )
 
 
 def _legends(comparison: Comparison) -> dict[str, str]:
@@ -177,23 +167,38 @@ def _page(
     The questions of each task are a packed block of their own behind the program, which unpacks it when it is asked
     for, so that a large page can be used at once.
     """
-    characters_left, tasks = MAX_CHARACTERS, {}
+    characters_left, tasks = MAX_CHARACTERS, dict[str, dict[str, Any]]()
     for task, table in comparison.evaluated.items():
-        tasks[task] = _values(table)
-        if task not in without_texts:
-            texts = _texts(comparison, task, table)
-            characters_left -= sum(map(len, texts["texts"]))
-            if characters_left <= 0:
-                texts = {"shown": texts["shown"]}
-            tasks[task] |= {**texts, "withheld": False}
+        figures = zip(table.variants, table.figures.T, strict=True)
+        tasks[task] = {
+            "shown": [{"id": str(number)} for number in table.numbers],
+            "values": {name: [round(float(value), 6) for value in column] for name, column in figures},
+            "binary": table.are_shares and bool(np.isin(table.values, (0.0, 1.0)).all()),
+            "withheld": True,
+            "lower": table.lower_is_better,
+        }
+        if task in without_texts:
+            continue
+        answers = {name: comparison.answers(name, task) for name in table.variants}
+        gold = zip(table.numbers, answers[comparison.baseline], strict=True)
+        shown = [{"id": str(i), "question": answer.question, "target": answer.target} for i, answer in gold]
+        tasks[task] |= {"shown": shown, "withheld": False}
+        # All answers to a question stand together: they are much alike, so that they are compressed to less.
+        texts = list(dict.fromkeys(answer.answer for row in zip(*answers.values(), strict=True) for answer in row))
+        characters_left -= sum(map(len, texts))
+        if characters_left > 0:
+            numbers = {text: number for number, text in enumerate(texts)}
+            likelihoods = {name: [answer.likelihood for answer in own] for name, own in answers.items()}
+            numbered = {name: [numbers[answer.answer] for answer in own] for name, own in answers.items()}
+            tasks[task] |= {"texts": texts, "answers": numbered}
+            tasks[task] |= {"likelihoods": likelihoods} if any(map(any, likelihoods.values())) else {}
     legends, rows = _legends(comparison), comparison.rows
     mean, difference, *others = (column for column in (*TESTED, *MEASURED) if column.title in legends)
     columns = [difference, mean, *others]  # a phone shows the first ones
 
-    def shown(row: Row) -> dict[str, list[str]]:
+    def cells(row: Row) -> dict[str, list[str]]:
         """Return the cell of each column, and what stands below it."""
-        texts = {c.key: c.text(row) if c.text else c.measured(row.measured) for c in columns}
-        return {c.key: [texts[c.key], c.interval(row)] for c in columns}
+        return {c.key: [c.text(row) if c.text else c.measured(row.measured), c.interval(row)] for c in columns}
 
     def variant(name: str) -> dict[str, Any]:
         measured = comparison.costs.get(name, {})
@@ -201,7 +206,7 @@ def _page(
         return {
             "name": name,
             "rows": {
-                task: {**records[name, task], "text": shown(rows[name, task])}
+                task: {**records[name, task], "text": cells(rows[name, task])}
                 for task in comparison.tasks
                 if (name, task) in rows
             },
@@ -236,49 +241,15 @@ def _page(
     return render(
         FILES / "page.html.jinja",
         title=comparison.title,
-        style=_file("page.css"),
-        script=Markup("\n").join(map(_file, SCRIPTS)),
+        style=Markup((FILES / "page.css").read_text(encoding="utf-8")),
+        script=Markup("\n".join((FILES / name).read_text(encoding="utf-8") for name in SCRIPTS)),
         report=Markup(MarkdownIt("commonmark", {"html": False}).enable("table").render(report)),
         data=_packed(data),
         blocks=[_packed(task) for task in tasks.values()],
     )
 
 
-def _file(name: str) -> Markup:
-    return Markup((FILES / name).read_text(encoding="utf-8"))
-
-
 def _packed(data: Any) -> str:
     """Return JSON, compressed, in letters."""
     text = json.dumps(without_nan(data), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     return base64.b64encode(gzip.compress(text.encode(), 9, mtime=0)).decode()
-
-
-def _values(table: Table) -> dict[str, Any]:
-    """Return a task's values for the page, without the texts of questions and answers."""
-    return {
-        "shown": [{"id": str(number)} for number in table.numbers],
-        "values": {
-            name: [round(float(value), 6) for value in column]
-            for name, column in zip(table.variants, table.figures.T, strict=True)
-        },
-        "binary": table.are_shares and bool(np.isin(table.values, (0.0, 1.0)).all()),
-        "withheld": True,
-        "lower": table.lower_is_better,
-    }
-
-
-def _texts(comparison: Comparison, task: str, table: Table) -> dict[str, Any]:
-    """Return a task's questions, and the answers as numbers of texts, of which many are the same."""
-    answers = {name: comparison.answers(name, task) for name in table.variants}
-    gold = zip(table.numbers, answers[comparison.baseline], strict=True)
-    # All answers to a question stand together: they are much alike, so that they are compressed to less.
-    texts = dict.fromkeys(answer.answer for row in zip(*answers.values(), strict=True) for answer in row)
-    numbers = {text: number for number, text in enumerate(texts)}
-    likelihoods = {name: [answer.likelihood for answer in own] for name, own in answers.items()}
-    return {
-        "shown": [{"id": str(i), "question": answer.question, "target": answer.target} for i, answer in gold],
-        "texts": list(texts),
-        "answers": {name: [numbers[answer.answer] for answer in own] for name, own in answers.items()},
-        **({"likelihoods": likelihoods} if any(map(any, likelihoods.values())) else {}),
-    }

@@ -54,16 +54,10 @@ _PRUNING = (
 
 @dataclass(frozen=True)
 class ResultsFile:
-    """A results file and its samples files.
-
-    Attributes:
-        path: the results file.
-        name: name of its only task in a comparison, or of all its tasks together (each is `NAME::TASK` then); empty:
-            lm-eval's names.
-    """
+    """A results file and its samples files."""
 
     path: Path
-    name: str = ""
+    name: str = ""  # of its only task, or of all tasks together (each is `NAME::TASK` then); empty: lm-eval's names
 
     @cached_property
     def results(self) -> dict[str, Any]:
@@ -80,7 +74,6 @@ class ResultsFile:
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        """Return the settings of the run: model, model_args, seeds, …"""
         return self.results.get("config") or {}
 
     @property
@@ -94,7 +87,6 @@ class ResultsFile:
 
     @property
     def other_args(self) -> dict[str, Any]:
-        """Return the arguments of the model but its seed."""
         return {name: value for name, value in self.model_args.items() if name != "seed"}
 
     @property
@@ -133,7 +125,6 @@ class ResultsFile:
         return {task: path for task, path in paths.items() if path.is_file()}
 
     def settings(self, task: str) -> Settings:
-        """Return the settings of a task."""
         config = {name: value for name, value in self.results["configs"][task].items() if name not in _IGNORED}
         prompt = {
             "system_instruction": self.results.get("system_instruction"),
@@ -186,11 +177,6 @@ class Settings(NamedTuple):
     prompt: dict[str, Any]  # of its prompts
     other: dict[str, Any]  # of generation, filters and metrics
     lm_eval: str | None  # lm-eval's version
-
-    @property
-    def of_repeats(self) -> dict[str, Any]:
-        """Return the settings that agree in repeats with several seeds."""
-        return {name: value for name, value in (self.prompt | self.other).items() if name != "fewshot_seed"}
 
 
 def different(first: Mapping[str, Any], second: Mapping[str, Any], has_same_version: bool) -> list[str]:
@@ -250,11 +236,9 @@ class Evaluation:
 
     @property
     def questions(self) -> list[Question]:
-        """Return the questions, which are all different."""
         return [outcome.question for outcome in self.outcomes]
 
     def of(self, questions: Iterable[Question]) -> Evaluation:
-        """Return the outcomes of some questions, in their order."""
         position = {question: row for row, question in enumerate(self.questions)}
         rows = [position[question] for question in questions]
         own = {name: column[rows] for name, column in self.values.items()}
@@ -269,28 +253,25 @@ def _read(file: ResultsFile, task: str, columns: Sequence[str], settings: Settin
         number = row["doc_id"]
         for column, value in values(row).items():
             by_column[column][number] = value
-        if number not in outcomes:
-            outcomes[number] = _outcome(row, config, columns)
+        if number in outcomes:
+            continue
+        answer, text_key = read_answer(row, config)
+        texts = [[part for part in request if not isinstance(part, dict)] for request in row["arguments"]]
+        prompt = intern(digest(json.dumps(texts)))
+        response = Response(prompt, digest(answer.answer) if answer.answer else "", log_likelihoods(row))
+        shown = Answer(*(intern(shortened(text)) for text in answer))  # runs that are compared have the same questions
+        fields = [row["doc"].get(column) if isinstance(row["doc"], dict) else None for column in columns]
+        document = tuple(str(value) if isinstance(value, str | int | float) else None for value in fields)
+        question = Question(intern(row["doc_hash"]), 0)
+        outcomes[number] = Outcome(number, question, intern(text_key), prompt, shown, (response,), document)
     order, repeats = sorted(outcomes), Counter[str]()
     for number in order:
-        document = outcomes[number].question.hash
-        outcomes[number] = outcomes[number]._replace(question=Question(document, repeats[document]))
-        repeats[document] += 1
+        document_hash = outcomes[number].question.hash
+        outcomes[number] = outcomes[number]._replace(question=Question(document_hash, repeats[document_hash]))
+        repeats[document_hash] += 1
     own = {column: np.array([known.get(n, np.nan) for n in order]) for column, known in by_column.items()}
     metrics = known_metrics(own, file.results, task, file.samples[task])
     return Evaluation([outcomes[number] for number in order], own, metrics, settings)
-
-
-def _outcome(row: dict[str, Any], config: dict[str, Any], columns: Sequence[str]) -> Outcome:
-    answer, text_key = read_answer(row, config)
-    texts = [[part for part in request if not isinstance(part, dict)] for request in row["arguments"]]
-    prompt = intern(digest(json.dumps(texts)))
-    response = Response(prompt, digest(answer.answer) if answer.answer else "", log_likelihoods(row))
-    shown = Answer(*(intern(shortened(text)) for text in answer))  # runs that are compared have the same questions
-    fields = [row["doc"].get(column) if isinstance(row["doc"], dict) else None for column in columns]
-    document = tuple(str(value) if isinstance(value, str | int | float) else None for value in fields)
-    question = Question(intern(row["doc_hash"]), 0)
-    return Outcome(row["doc_id"], question, intern(text_key), prompt, shown, (response,), document)
 
 
 def _mean(run: str, task: str, parts: list[Evaluation]) -> Evaluation:
@@ -327,22 +308,25 @@ class Run:
 
     @property
     def tasks(self) -> list[str]:
-        """Return the tasks with samples."""
         return list(dict.fromkeys(task for file in self.files for task in file.samples))
 
     def files_of(self, task: str) -> list[ResultsFile]:
-        """Return the results files with samples of a task."""
         return [file for file in self.files if task in file.samples]
 
     @property
     def groups(self) -> dict[str, list[str]]:
-        """Return the members of groups, by group."""
         return {
             name: members
             for file in self.files
             for name, members in (file.results.get("group_subtasks") or {}).items()
             if members and name not in (file.results.get("configs") or {})
         }
+
+    @property
+    def is_pruned(self) -> bool:
+        """Return whether this package has written that something of the model was pruned."""
+        found = self.files[0].config.get("pruning") or {}
+        return bool(found.get("heads") or found.keys() - {"created_by", "weights_fingerprint", "heads", "answers"})
 
     def about(self) -> str:
         """Describe the run in a line."""
@@ -366,7 +350,8 @@ class Run:
         files = self.files_of(task)
         settings = [file.settings(task) for file in files]
         for file, other in zip(files[1:], settings[1:], strict=True):
-            reasons = different(settings[0].of_repeats, other.of_repeats, settings[0].lm_eval == other.lm_eval)
+            before, after = ({**each.prompt, **each.other, "fewshot_seed": None} for each in (settings[0], other))
+            reasons = different(before, after, settings[0].lm_eval == other.lm_eval)
             # lm-eval leaves out what it could not find out
             reasons += different(files[0].model, file.model, has_same_version=False)
             both = bool(files[0].pruning and file.pruning)

@@ -200,28 +200,28 @@ def known_metrics(values: Values, results: Mapping[str, Any], task: str, source:
 
 
 def columns_of(values: Values) -> list[str]:
-    """Return the `METRIC,FILTER` columns."""
     return [name for name in values if not name.startswith(WEIGHT)]
 
 
 def choose(task: str, name: str | None, columns: Iterable[str]) -> str:
     """Choose a column of a task: by its name or that of its metric, or the preferred one."""
 
-    def preference(
-        column: str,
-    ) -> tuple[int, int]:  # `PREFERRED_METRICS`, then pass@N by its N, then the first of all others
+    columns = list(columns)
+    candidates = [column for column in columns if name is None or name in (column, metric_name(column))]
+    if not candidates:
+        all_columns = ", ".join(columns)
+        raise InputError(f"{task} has no metric {name or ''} of all questions; it has {all_columns}; name another")
+
+    def preference(column: str) -> tuple[int, int]:
+        """Prefer `PREFERRED_METRICS`, then pass@N by its N, then the first of all others."""
         metric = metric_name(column)
         if metric in PREFERRED_METRICS:
             return 2, -PREFERRED_METRICS.index(metric)
         count = metric.removeprefix("pass@")
         return (1, int(count)) if metric.startswith("pass@") and count.isdigit() else (0, 0)
 
-    columns = list(columns)
-    if candidates := [column for column in columns if name is None or name in (column, metric_name(column))]:
-        return max(candidates, key=preference)
-    raise InputError(f"{task} has no metric {name or ''} of all questions; it has {', '.join(columns)}; name another")
+    return max(candidates, key=preference)
 
 
 def metric_name(column: str) -> str:
-    """Return the metric of a `METRIC,FILTER`."""
     return column.partition(",")[0]

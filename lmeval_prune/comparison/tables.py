@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
@@ -32,11 +32,13 @@ class Table:
     metrics: tuple[Metric, ...] = ()  # the compared metrics, of each task one
     numbers: Sequence[int] = ()  # lm-eval's doc_ids; empty for parts, groups, pooled tasks
     is_part: bool = False  # of a task or of a group: its tests are corrected together with those of other parts
-    weights: np.ndarray | None = None  # shape (questions,): words or bytes; None: each question has the same weight
+    weights: Any = 1.0  # words or bytes of each question, shape (questions,); 1: each has the same weight
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "weights", np.broadcast_to(self.weights, len(self.values)))
 
     @property
     def columns(self) -> list[str]:
-        """Return the compared `METRIC,FILTER`s."""
         return sorted({metric.column for metric in self.metrics})
 
     @property
@@ -46,31 +48,23 @@ class Table:
 
     @property
     def is_perplexity(self) -> bool:
-        """Return whether the metric is the exponential of the mean."""
         return any(metric.aggregation.is_exponential for metric in self.metrics)
 
     @property
     def are_shares(self) -> bool:
         """Return whether all values are shares between 0 and 1 (right and wrong answers are 1 and 0)."""
-        values = self.values
-        is_plain = self.weights is None and not self.lower_is_better and not self.is_perplexity
-        return is_plain and bool(((values >= 0) & (values <= 1)).all())
+        is_plain = bool((self.weights == 1).all()) and not self.lower_is_better and not self.is_perplexity
+        return is_plain and bool(((self.values >= 0) & (self.values <= 1)).all())
 
     @property
     def figures(self) -> np.ndarray:
         """Return the metric of each question alone, shape (questions, variants)."""
-        figures = self.values if self.weights is None else self.values / np.maximum(self.weights, 1e-12)[:, None]
+        figures = self.values / np.maximum(self.weights, 1e-12)[:, None]
         with np.errstate(over="ignore"):
             return np.exp(figures) if self.is_perplexity else figures
 
     def values_of(self, variants: Sequence[str]) -> np.ndarray:
-        """Return the values of some variants, shape (questions, variants)."""
         return self.values[:, [self.variants.index(name) for name in variants]]
-
-
-def unless_equal(weights: np.ndarray) -> np.ndarray | None:
-    """Return weights; None if all are 1."""
-    return None if (weights == 1).all() else weights
 
 
 def merged(name: str, tables: Sequence[Table], variants: Sequence[str]) -> tuple[Table, list[str]]:
@@ -79,7 +73,6 @@ def merged(name: str, tables: Sequence[Table], variants: Sequence[str]) -> tuple
     Outcomes of one question are not independent, so they are averaged.
     """
     names = [variant for variant in variants if all(variant in table.variants for table in tables)]
-    weights = [np.ones(len(table.values)) if table.weights is None else table.weights for table in tables]
     outcomes = np.concatenate([table.values_of(names) for table in tables])
     keys = iter(question_keys([text for table in tables for text in table.texts]))
     rows: dict[tuple[str, int], int] = {}  # by text, and the number of earlier questions of its task that are the same
@@ -91,25 +84,12 @@ def merged(name: str, tables: Sequence[Table], variants: Sequence[str]) -> tuple
             row.append(rows.setdefault((key, count.get(key, 0)), len(rows)))
             count[key] = count.get(key, 0) + 1
     sums = np.zeros((len(rows), len(names) + 1))
-    np.add.at(sums, row, np.column_stack([outcomes, np.concatenate(weights)]))
+    np.add.at(sums, row, np.column_stack([outcomes, np.concatenate([table.weights for table in tables])]))
     means = sums / np.bincount(row)[:, None]
     note = f"{name}: {len(outcomes)} outcomes of {len(rows)} questions; a question of several tasks counts once"
     metrics = tuple(metric for table in tables for metric in table.metrics)
-    table = Table(names, means[:, :-1], [text for text, _ in rows], metrics, weights=unless_equal(means[:, -1]))
+    table = Table(names, means[:, :-1], [text for text, _ in rows], metrics, weights=means[:, -1])
     return table, [note] if len(rows) < len(outcomes) else []
-
-
-def pooled(tables: Mapping[str, Table], variants: Sequence[str]) -> tuple[dict[str, Table], list[str]]:
-    """Pool the tasks whose metrics are shares, if there are several; return notes on omitted tasks and merged rows."""
-    shares = [table for table in tables.values() if table.are_shares]
-    if len(shares) < 2:
-        return {}, []
-    table, merged_notes = merged(POOLED, shares, variants)
-    lower = [task for task, table in tables.items() if table.lower_is_better]
-    other = [task for task, table in tables.items() if not table.are_shares and task not in lower]
-    notes = [f"{POOLED}: without {', '.join(lower)}, where lower is better"] if lower else []
-    notes += [f"{POOLED}: without {', '.join(other)}, whose metric is not a share between 0 and 1"] if other else []
-    return {POOLED: replace(table, metrics=())}, notes + merged_notes
 
 
 # ---------------------------------------------------------------------- rows
@@ -143,7 +123,6 @@ class Row:
 
     @property
     def is_significant(self) -> bool:
-        """Return whether the difference is significant after Holm's correction."""
         return self.p_holm is not None and self.p_holm < LEVEL
 
 
@@ -169,7 +148,6 @@ class Comparison:
 
     @property
     def tasks(self) -> list[str]:
-        """Return the names of tasks, parts, groups and pooled tasks."""
         return list(self.tables)
 
     @property
@@ -201,8 +179,7 @@ def rows_of(tables: Mapping[str, Table], baseline: str, seed: int) -> dict[tuple
 
 def _rows_of(task: str, table: Table, base: int, seed: int, tests: int) -> Iterator[Row]:
     """Yield the rows of one table; `tests` is the number of tests that are corrected together."""
-    weights = np.ones(len(table.values)) if table.weights is None else table.weights / table.weights.mean()
-    values = table.values if table.weights is None else table.values / table.weights.mean()
+    weights, values = table.weights / table.weights.mean(), table.values / table.weights.mean()
     is_binary = table.are_shares and bool(np.isin(values, (0.0, 1.0)).all())
     unit = 1.0 if table.are_shares else np.inf
     lows, highs = mean_interval(_linearized(values, weights), unit)

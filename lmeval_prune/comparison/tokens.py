@@ -32,17 +32,11 @@ Logits = Callable[[Sequence[int]], torch.Tensor]  # of the next token after each
 
 
 class Text(NamedTuple):
-    """A text whose tokens are compared.
+    """A text whose tokens are compared."""
 
-    Attributes:
-        context: token ids before the compared ones, at least one.
-        continuation: compared token ids, at least one.
-        document: task and number; texts with the same document are dependent.
-    """
-
-    context: tuple[int, ...]
-    continuation: tuple[int, ...]
-    document: tuple[str, int]
+    context: tuple[int, ...]  # token ids before the compared ones, at least one
+    continuation: tuple[int, ...]  # compared token ids, at least one
+    document: tuple[str, int]  # task and number; texts with the same document are dependent
 
 
 def reduce_distances(tokens: torch.Tensor, logits: Iterator[torch.Tensor]) -> Iterator[torch.Tensor]:
@@ -94,7 +88,6 @@ def token_distances(
 
 
 def masks_of(variants: Mapping[str, Sequence[Intervention]]) -> dict[str, HeadMask]:
-    """Return the variants that are a head mask alone."""
     return {
         name: interventions[0]
         for name, interventions in variants.items()
@@ -104,7 +97,6 @@ def masks_of(variants: Mapping[str, Sequence[Intervention]]) -> dict[str, HeadMa
 
 @contextmanager
 def applied(interventions: Sequence[Intervention], model: Any, model_map: ModelMap) -> Iterator[None]:
-    """Apply interventions to a model inside the block."""
     with ExitStack() as stack:
         for intervention in interventions:
             stack.enter_context(intervention.applied_to(model, model_map))

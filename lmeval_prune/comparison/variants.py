@@ -41,16 +41,11 @@ PLACEHOLDERS = {"generate_until": "", "loglikelihood": (0.0, False), "loglikelih
 
 
 class RecordingLM(PrunedHFLM):
-    """A model that can record lm-eval's requests instead of answering them.
+    """A model that can record lm-eval's requests instead of answering them."""
 
-    Attributes:
-        recorded: requests by kind, while they are recorded; else None.
-    """
-
-    recorded: dict[str, list[Any]] | None = None
+    recorded: dict[str, list[Any]] | None = None  # by kind, while they are recorded
 
     def answer(self, kind: str, requests: list[Any], disable_tqdm: bool) -> list[Any]:
-        """Answer requests, or record them and return placeholders."""
         if self.recorded is None:
             return super().answer(kind, requests, disable_tqdm)
         self.recorded.setdefault(kind, []).extend(requests)
@@ -72,7 +67,6 @@ def record_requests(lm: RecordingLM, **evaluation: Any) -> dict[str, list[Any]]:
 
 
 def load(pretrained: str, settings: DistanceOptions) -> RecordingLM:
-    """Load a model that the decoding engine runs."""
     arguments = {"engine": "batched", "deterministic": True, **settings.model_args}
     return RecordingLM(pretrained, **arguments, **({"device": settings.device} if settings.device else {}))
 
@@ -107,47 +101,23 @@ def read_windows(lm: RecordingLM, settings: DistanceOptions) -> list[Text]:
     return [Text(row[:1], row[1:], ("text", number)) for number, row in enumerate(rows)]
 
 
-def scored_texts(lm: RecordingLM, requests: Mapping[str, list[Any]]) -> list[Text]:
-    """Return the texts of log-likelihood requests, divided into windows as by lm-eval's `hf`."""
-    texts = []
-    for kind in ("loglikelihood", "loglikelihood_rolling"):
-        kind_requests = requests.get(kind, [])
-        windows = token_windows(lm, kind, kind_requests, disable_tqdm=True)
-        texts += [Text(*window, document(request)) for request in kind_requests for window in windows[id(request)]]
-    if texts and "generate_until" in requests:
-        raise InputError("some of these tasks generate, others score texts; measure them one at a time")
-    return texts
-
-
 def document(request: Any) -> tuple[str, int]:
-    """Return the document of a request."""
     return str(request.task_name), int(request.doc_id)
 
 
 # ---------------------------------------------------------------------- measuring
 
 
-@dataclass
-class Answers:
-    """Greedy answers of a variant, by request."""
-
-    tokens: list[list[int]]  # token ids, with the end token
-    cut_off: list[bool]  # whether `max_gen_toks` ended the answer
+Answers = list[tuple[list[int], bool]]  # greedy ones: token ids with the end token; whether `max_gen_toks` ended it
 
 
 @dataclass
 class Distances:
-    """Distances of variants from a dense model.
+    """Distances of variants from a dense model."""
 
-    Attributes:
-        texts: what was compared: continuations are the dense model's answers, or given.
-        tokens: by variant, `COLUMNS` of each token of the continuations, a tensor for each text.
-        answers: greedy answers by variant, and of the dense model (`DENSE`); empty for given texts.
-    """
-
-    texts: Sequence[Text]
-    tokens: Mapping[str, Sequence[torch.Tensor]]
-    answers: Mapping[str, Answers]
+    texts: Sequence[Text]  # what was compared: continuations are the dense model's answers, or given
+    tokens: Mapping[str, Sequence[torch.Tensor]]  # by variant, `COLUMNS` of each token of a text's continuation
+    answers: Mapping[str, Answers]  # by variant, and of the dense model (`DENSE`); empty for given texts
 
     def frame(self, variant: str) -> pd.DataFrame:
         """Return the texts of a variant: document, distances of its tokens (arrays), and greedy answers."""
@@ -156,11 +126,11 @@ class Distances:
         for column, name in enumerate(COLUMNS):
             columns[name] = [rows[:, column].numpy() for rows in self.tokens[variant]]
         if self.answers:
-            dense, answers = self.answers[DENSE], self.answers[variant]
-            pairs = zip(dense.tokens, answers.tokens, strict=True)
-            differences = [first_difference(*pair) for pair in pairs]
+            tokens, cut_off = zip(*self.answers[variant], strict=True)
+            pairs = zip(self.answers[DENSE], tokens, strict=True)
+            differences = [first_difference(dense, own) for (dense, _), own in pairs]
             columns |= {"first_difference": pd.array(differences, dtype="Int32")}
-            columns |= {"answer_tokens": list(map(len, answers.tokens)), "cut_off": answers.cut_off}
+            columns |= {"answer_tokens": list(map(len, tokens)), "cut_off": cut_off}
         return pd.DataFrame(columns)
 
 
@@ -171,16 +141,18 @@ def measure(
     others: Mapping[str, Callable[[], RecordingLM]] = MappingProxyType({}),
     texts: Sequence[Text] = (),
 ) -> Distances:
-    """Measure variants on given texts, or on the dense model's greedy answers to requests.
+    """Measure variants on given texts, or on the dense model's greedy answers to lm-eval's requests, by kind.
 
-    Args:
-        lm: the dense model.
-        requests: lm-eval's requests by kind.
-        variants: interventions by name; head masks run in one batch.
-        others: functions that load other models with the same tokenizer, by name; they are called one after another.
-        texts: given texts.
+    `variants` are interventions by name; head masks run in one batch. `others` are functions that load other models
+    with the same tokenizer; they are called one after another.
     """
-    texts = list(texts) or scored_texts(lm, requests)
+    texts = list(texts)
+    for kind in ("loglikelihood", "loglikelihood_rolling") if not texts else ():
+        kind_requests = requests.get(kind, [])
+        windows = token_windows(lm, kind, kind_requests, disable_tqdm=True)
+        texts += [Text(*window, document(request)) for request in kind_requests for window in windows[id(request)]]
+    if texts and "generate_until" in requests:
+        raise InputError("some of these tasks generate, others score texts; measure them one at a time")
     answers: dict[str, Answers] = {}
     if generated := requests.get("generate_until", []):
         masks = masks_of(variants)
@@ -188,7 +160,7 @@ def measure(
         for name in [name for name in variants if name not in masks]:
             with applied(variants[name], lm.model, lm.model_map):
                 answers |= greedy_answers(lm, generated, {name: None})
-        for request, answer in zip(generated, answers[DENSE].tokens, strict=True):
+        for request, (answer, _) in zip(generated, answers[DENSE], strict=True):
             params, _ = generation.engine_settings(lm, generation.without_sampling(request.args[1]))
             prompt = generation.prompt_tokens(lm, request, params.max_new_tokens)
             texts.append(Text(prompt, tuple(answer), document(request)))
@@ -218,12 +190,11 @@ def greedy_answers(
 ) -> dict[str, Answers]:
     """Answer requests greedily under each mask, all in one batch."""
     names, count = list(masks), len(masks)
-    answers = {name: Answers([[]] * len(requests), [False] * len(requests)) for name in names}
+    answers: dict[str, Answers] = {name: [([], False)] * len(requests) for name in names}
 
     def done(index: int, _: str, tokens: list[int], ending: Any) -> None:
         number, mask = divmod(index, count)
-        answers[names[mask]].tokens[number] = tokens
-        answers[names[mask]].cut_off[number] = ending.cut_off
+        answers[names[mask]][number] = tokens, ending.cut_off
 
     repeated = [request for request in requests for _ in names]
     row_masks = list(masks.values()) * len(requests)
@@ -238,9 +209,9 @@ def write(output: str, pretrained: str, settings: DistanceOptions, distances: Di
     summaries = {name: summarize(frame) for name, frame in frames.items()}
     dense: Summary = {}
     if distances.answers:
-        answers, frame = distances.answers[DENSE], next(iter(frames.values()))
-        lengths = frame.assign(answer_tokens=list(map(len, answers.tokens)), cut_off=answers.cut_off)
-        answer_summary = summarize_answers(lengths)
+        tokens, cut_off = zip(*distances.answers[DENSE], strict=True)
+        frame = next(iter(frames.values())).assign(answer_tokens=list(map(len, tokens)), cut_off=cut_off)
+        answer_summary = summarize_answers(frame)
         dense = {name: answer_summary[name] for name in ("mean_tokens", "mean_tokens_se", "cut_off", "cut_off_se")}
     variants: dict[str, Any] = {}
     for variant, frame in frames.items():  # of each text, the means over its tokens

@@ -9,24 +9,28 @@ change the generated text.
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 import shlex
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+from pyarrow import parquet
+
 from lmeval_prune import __version__
-from lmeval_prune.architectures import ModelMap
-from lmeval_prune.artefacts import digest
+from lmeval_prune.artefacts import digest, read_json
 from lmeval_prune.errors import InputError
 from lmeval_prune.export.manifest import adapter_name, read_adapters, read_lora
 from lmeval_prune.grid.configuration import Grid, GridTask, Variant
 from lmeval_prune.grid.folder import Kind
-from lmeval_prune.grid.preparations import make_preparation, with_chat_template
-from lmeval_prune.grid.task_identity import TaskIdentity, identify, training_digest
+from lmeval_prune.grid.preparations import Preparation, calibration_source, make_preparation
+from lmeval_prune.grid.task_identity import TaskIdentity, identify
 from lmeval_prune.models.arguments import ROUTER_ARGUMENTS, Arguments
+from lmeval_prune.models.head_router import POLICIES
 from lmeval_prune.models.identity import SERVED_ANSWERING, Checkpoint, argument_identity, code_versions
 from lmeval_prune.models.servers import ServerOptions, without_server
 from lmeval_prune.tasks.loading import included_folder, task_manager
@@ -34,17 +38,21 @@ from lmeval_prune.tasks.loading import included_folder, task_manager
 SEEDS = ("random_seed", "numpy_random_seed", "torch_random_seed", "fewshot_random_seed")  # of `simple_evaluate`
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Cell:
-    """One variant on one task."""
+    """One variant on one task, with what was read to name it: files that change afterwards change nothing."""
 
     key: str  # hash of `identity`; name of the cell's folder
     costs: str  # hash of everything that the measured costs (memory, speed, FLOPs) depend on
     variant: Variant
     task: GridTask
+    arguments: Arguments  # model_args but those of a server, without the preparation's result
+    preparation: Preparation | None
+    loaded: Any  # the task, as lm-eval's task manager has loaded it
     evaluation: dict[str, Any]  # arguments of `simple_evaluate`
     metadata: dict[str, Any]  # of lm-eval's task manager
-    identity: dict[str, Any] = field(repr=False)  # everything that can change answers and scores
+    identity: dict[str, Any]  # everything that can change answers and scores
+    selected: set[str]  # digests of questions that the variant was selected on, see `selected_questions`
     prepared: str  # key of the preparation's result; empty without a preparation
     answers: str  # path of the cell's answers in the grid's folder of answers
     computing: dict[str, Any]  # further arguments of the model: batch size and device
@@ -59,8 +67,8 @@ class Cell:
     def model_args(self, preparations: Path) -> dict[str, Any]:
         """Return all model_args; `preparations` is the folder with the results of preparations."""
         arguments = dict(self.variant.model_args)
-        for name, settings in self.variant.prepare.items():
-            arguments |= make_preparation(name, settings).model_args(preparations / self.prepared)
+        if self.preparation:
+            arguments |= self.preparation.model_args(preparations / self.prepared)
         if self.variant.served:
             return {**arguments, "seed": self.variant.seed}
         arguments["engine"] = self.engine
@@ -68,19 +76,21 @@ class Cell:
             arguments.setdefault("deterministic", True)  # so that other rows of a batch cannot change an answer
         return arguments
 
-    def evaluation_arguments(self, loading: dict[str, Any], documents: int = 0) -> dict[str, Any]:
-        """Return the arguments of `simple_evaluate`, for at most a number of documents of each task if it is not 0.
+    def parsed(self, preparations: Path) -> Arguments:
+        """Return `arguments`, or those with the preparation's result, which is read now."""
+        return Arguments.of(self.model_args(preparations)) if self.preparation else self.arguments
 
-        `loading` are the arguments that load the model, which lm-eval gives to the task manager, too.
-        """
+    def evaluation_arguments(self, documents: int = 0) -> dict[str, Any]:
+        """Return the arguments of `simple_evaluate`, for at most a number of documents of each task if it is not 0."""
         limit = self.evaluation["limit"]
         if documents:
             limit = min(limit, documents) if isinstance(limit, int) else documents
+        loaded = copy.deepcopy(self.loaded)  # which an evaluation changes
         return {
             **self.evaluation,
             "gen_kwargs": self.evaluation["gen_kwargs"] or None,
             "limit": limit,
-            "task_manager": task_manager({**loading, **self.metadata}),
+            "task_manager": SimpleNamespace(load=lambda _: loaded, task_index={}),
             **dict.fromkeys(SEEDS, self.variant.seed),
         }
 
@@ -152,10 +162,16 @@ def versions(served: bool) -> dict[str, Any]:
     return {"lmeval-prune": __version__, **code_versions(), **answering}
 
 
-def cells_of(grid: Grid) -> list[Cell]:
-    """Return all cells of a grid, after every check that needs no weights; each model and each task is read once."""
-    training_digest.cache_clear()  # of an earlier grid's tasks, whose files may have changed
-    models: dict[str, tuple[Checkpoint, dict[str, Any]]] = {}
+Models = dict[str, tuple[Checkpoint, dict[str, Any]]]  # with their identities, by the arguments that load them
+
+
+def cells_of(grid: Grid, models: Models | None = None) -> list[Cell]:
+    """Return all cells of a grid, after every check that needs no weights; each model and each task is read once.
+
+    `models` are those that are known.
+    """
+    calibration_source.cache_clear()  # of an earlier grid, whose files may have changed
+    models = {} if models is None else models
     tasks: dict[tuple[str, str], TaskIdentity] = {}
     cells: dict[str, Cell] = {}
     for variant in grid.variants:
@@ -170,16 +186,9 @@ def cells_of(grid: Grid) -> list[Cell]:
     return list(cells.values())
 
 
-def _cells(
-    grid: Grid,
-    variant: Variant,
-    models: dict[str, tuple[Checkpoint, dict[str, Any]]],
-    tasks: dict[tuple[str, str], TaskIdentity],
-) -> Iterator[Cell]:
+def _cells(grid: Grid, variant: Variant, models: Models, tasks: dict[tuple[str, str], TaskIdentity]) -> Iterator[Cell]:
     """Yield a variant's cells; `models` and `tasks` are those that are known, by the arguments that load the model."""
     chat = bool(grid.apply_chat_template)
-    prepare = {name: with_chat_template(name, settings, chat) for name, settings in variant.prepare.items()}
-    variant = replace(variant, prepare=prepare)
     arguments = Arguments.of(without_server(variant.model_args))
     loading = arguments.loading
     loading_key = digest({name: str(value) for name, value in loading.items()})
@@ -193,19 +202,30 @@ def _cells(
         engine = str(variant.model_args.get("server", ServerOptions.server))
     elif engine == "auto":  # the fastest engine that generates the same texts
         can_batch = all((x.tokenwise or x.by_sequence) and not x.needs_order for x in arguments.interventions)
-        engine = "batched" if can_batch and not is_encoder_decoder else "generate"
+        can_batch = can_batch and not (is_encoder_decoder or arguments.others.get("mixed_precision_dtype"))
+        engine = "batched" if can_batch else "generate"
     computation = _computation(variant, arguments, checkpoint, engine, grid.batch_size)
+    if not variant.served:
+        is_exact: Any = variant.model_args.get("deterministic", engine == "batched")
+        arguments = replace(arguments, engine=engine, deterministic=is_exact)  # type: ignore[arg-type]
     prepared: dict[str, Any] = {}
+    preparation = None
     for name, settings in variant.prepare.items():
-        preparation = make_preparation(name, settings)
+        preparation = make_preparation(name, settings, chat)
         preparation.check(checkpoint.map)
         prepared = {"name": name, **preparation.identity(), "seed": variant.seed, "versions": versions(served=False)}
         prepared["key"] = digest([model, prepared])
+    interventions: list[Any] = [intervention.identity(checkpoint.map) for intervention in arguments.interventions]
+    if interventions:
+        interventions.append(digest(checkpoint.map.signature()))
+    routed = {name: variant.model_args[name] for name in ROUTER_ARGUMENTS if name in variant.model_args}
     identity = {
         "model": model,
-        **methods_identity(variant, arguments, checkpoint.map),
+        "interventions": interventions,
+        "router": {name: argument_identity(name, value) for name, value in routed.items()},
         "preparation": prepared,
     }
+    selected = selected_questions(variant.model_args)
     template = checkpoint.chat_template(grid.apply_chat_template)
     model_digest = digest([model, computation] if computation else model)
     answers = f"{Path(str(arguments.pretrained)).name}-{model_digest[:8]}"
@@ -230,6 +250,10 @@ def _cells(
             costs=digest({**identity, **computation} if variant.served else identity),  # a server's are unknown
             variant=variant,
             task=grid_task,
+            arguments=replace(arguments, router=copy.deepcopy(arguments.router)),  # which counts a run's questions
+            preparation=preparation,
+            loaded=task.loaded,
+            selected=selected,
             evaluation={
                 "tasks": [grid_task.task],
                 "limit": limit if limit is None or limit < 1 else int(limit),
@@ -249,25 +273,35 @@ def _cells(
         )
 
 
-def methods_identity(variant: Variant, arguments: Arguments, model_map: ModelMap) -> dict[str, Any]:
-    """Return what a variant's answers depend on of its interventions and its router, whose files are read now."""
-    interventions: list[Any] = [intervention.identity(model_map) for intervention in arguments.interventions]
-    if interventions:
-        interventions.append(digest(model_map.signature()))
-    routed = {name: variant.model_args[name] for name in ROUTER_ARGUMENTS if name in variant.model_args}
-    return {
-        "interventions": interventions,
-        "router": {name: argument_identity(name, value) for name, value in routed.items()},
-    }
+def selected_questions(model_args: dict[str, Any]) -> set[str]:
+    """Return digests of the questions by which a variant was selected: those of its router and of its outcome store."""
+    questions: set[str] = set()
+    for name in ("router", "router_store"):
+        if isinstance(value := model_args.get(name), str) and value not in POLICIES:
+            folder = Path(value).expanduser()
+            if (table := folder / "questions.parquet").is_file():
+                texts = parquet.read_table(table, columns=["question"])["question"].to_pylist()
+                questions |= {digest(text) for text in texts}
+            elif (router := folder / "router.json").is_file():
+                questions |= set(read_json(router).get("seen", ()))
+    return questions
 
 
 def _computation(
     variant: Variant, arguments: Arguments, checkpoint: Checkpoint, engine: str, batch_size: int | str
 ) -> dict[str, Any]:
-    """Identify the settings of the computation that can change answers."""
+    """Identify the settings of the computation that can change answers; of a server, its adapters if they are here."""
     if variant.served:
-        named = {"model": str(variant.model_args["model"])} if "model" in variant.model_args else {}
-        return {"computation": {"server": engine, **named, **_adapters(variant, arguments, checkpoint)}}
+        given = variant.model_args
+        served: dict[str, Any] = {"server": engine} | ({"model": str(given["model"])} if "model" in given else {})
+        if "lora" in given:
+            served["lora"] = read_lora(given["lora"])
+        elif "adapters" in given:
+            adapters, masks = read_adapters(str(given["adapters"])), arguments.interventions
+            heads = [str(head) for mask in masks for head in mask.heads_of(checkpoint.map)]  # type: ignore[attr-defined]
+            names = list(adapters) if arguments.router else [adapter_name(heads), *heads] if heads else []
+            served["adapters"] = {name: adapters[name]["hash"] for name in names if name in adapters}
+        return {"computation": served}
     computation: dict[str, Any] = {}
     if engine == "batched" and variant.model_args.get("deterministic") is not None and not arguments.deterministic:
         computation = {"deterministic": False}
@@ -275,16 +309,3 @@ def _computation(
         computation |= {"engine": engine, "batch_size": str(batch_size)}
         computation |= {"rows": arguments.engine_rows} if engine == "batched" else {}
     return {"computation": computation} if computation else {}
-
-
-def _adapters(variant: Variant, arguments: Arguments, checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return the hashes of a served variant's adapters (with a router: all adapters) if their folder is given."""
-    if "lora" in variant.model_args:
-        return {"lora": read_lora(variant.model_args["lora"])}
-    if "adapters" not in variant.model_args:
-        return {}
-    adapters = read_adapters(str(variant.model_args["adapters"]))
-    masks: tuple[Any, ...] = arguments.interventions
-    heads = [str(head) for mask in masks for head in mask.heads_of(checkpoint.map)]
-    names = list(adapters) if arguments.router else [adapter_name(heads), *heads] if heads else []
-    return {"adapters": {name: adapters[name]["hash"] for name in names if name in adapters}}

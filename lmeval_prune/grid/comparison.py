@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,6 @@ from lmeval_prune.errors import InputError
 from lmeval_prune.grid.folder import GridFolder, check_name, reason_missing
 
 DISTANCES = ("mean_kld", "same_top", "same_answers", "first_difference")  # of the summary of a cell
-Entries = Mapping[tuple[str, str], dict[str, Any]]  # of `grid.json`, by variant and task
 
 
 def compare(path: str | Path, baseline: str | None = None, seed: int = 0) -> Comparison:
@@ -37,7 +35,20 @@ def compare(path: str | Path, baseline: str | None = None, seed: int = 0) -> Com
         own = {task: done[variant, task]["key"] for task in tasks if (variant, task) in done}
         if own:
             runs.append(Run(variant, [ResultsFile(folder.results(key), task) for task, key in own.items()]))
-    measured, notes = _distances(folder, done, failures)
+    measured, notes = {}, []
+    for (variant, task), entry in done.items():
+        key = entry.get("distance", "")
+        if "no_distance" in entry:
+            notes.append(f"{variant}: its distance is not measured: {entry['no_distance']}")
+        if "distance_from" in entry:
+            notes.append(
+                f"{variant}: its distance is that of its checkpoint from the model of {entry['distance_from']}"
+            )
+        if key and folder.place("distance", key).exists():
+            summary = summarize(folder.distances(key))
+            measured[variant, task] = {k: v for k, v in summary.items() if k.removesuffix("_se") in DISTANCES}
+        elif failure := failures.get(f"distance-{key}"):
+            notes.append(f"{variant} on {task}: its distance is not measured: {failure}")
     comparison = compare_runs(
         runs,
         metric={task: entry["metric"] for (_, task), entry in cells.items() if entry["metric"]},
@@ -52,7 +63,22 @@ def compare(path: str | Path, baseline: str | None = None, seed: int = 0) -> Com
     gains: dict[str, dict[str, float]] = {task: {} for task in comparison.tables}
     for row in comparison.rows.values():
         gains[row.task][row.variant] = -row.mean if row.lower_is_better else row.mean
-    notes = [*_mark_selected(folder, comparison, done), *comparison.notes, *notes]
+    notes = [*comparison.notes, *notes]
+    unknown = []
+    texts = {task: [key.partition("/")[0] for key in table.texts] for task, table in comparison.tables.items()}
+    selected: dict[str, set[str]] = {name: set() for name in comparison.variants}
+    for (variant, _), entry in done.items():
+        if variant not in selected:
+            continue
+        cell = read_json(folder.place("evaluate", entry["key"]) / "cell.json")
+        selected[variant].update(cell.get("selected_questions", ()))
+        for name in entry["selected_on"]:
+            named = [task for task in texts if task == name or task.endswith(f"::{name}")]
+            selected[variant].update(text for task in named for text in texts[task])
+            if not named:
+                unknown.append(f"{variant}: selected on {name}, which is not compared here; its questions are unknown")
+    for row in comparison.rows.values():  # how many of its questions the variant was selected on
+        row.chosen_on = sum(text in selected[row.variant] for text in texts[row.task])
     hooked = [
         v
         for (v, _), e in cells.items()
@@ -66,46 +92,5 @@ def compare(path: str | Path, baseline: str | None = None, seed: int = 0) -> Com
         missing=[(*names, reason_missing(entry, failures)) for names, entry in cells.items() if names not in done],
         commands={names: entry["command"] for names, entry in cells.items()},
         hooked=list(dict.fromkeys(hooked)),
-        notes=list(dict.fromkeys(notes)),
+        notes=list(dict.fromkeys([*unknown, *notes])),
     )
-
-
-def _distances(
-    folder: GridFolder, done: Entries, failures: Mapping[str, str]
-) -> tuple[dict[tuple[str, str], dict[str, float | None]], list[str]]:
-    """Return the distances by variant and task, and notes on what is not or otherwise measured."""
-    distances, notes = {}, []
-    for (variant, task), entry in done.items():
-        key = entry.get("distance", "")
-        if "no_distance" in entry:
-            notes.append(f"{variant}: its distance is not measured: {entry['no_distance']}")
-        if "distance_from" in entry:
-            notes.append(
-                f"{variant}: its distance is that of its checkpoint from the model of {entry['distance_from']}"
-            )
-        if key and folder.place("distance", key).exists():
-            summary = summarize(folder.distances(key))
-            distances[variant, task] = {k: v for k, v in summary.items() if k.removesuffix("_se") in DISTANCES}
-        elif failure := failures.get(f"distance-{key}"):
-            notes.append(f"{variant} on {task}: its distance is not measured: {failure}")
-    return distances, notes
-
-
-def _mark_selected(folder: GridFolder, comparison: Comparison, done: Entries) -> list[str]:
-    """Count in each row the questions that its variant was selected on, and return notes on unknown ones."""
-    texts = {task: [key.partition("/")[0] for key in table.texts] for task, table in comparison.tables.items()}
-    selected: dict[str, set[str]] = {name: set() for name in comparison.variants}
-    notes = []
-    for (variant, _), entry in done.items():
-        if variant not in selected:
-            continue
-        cell = read_json(folder.place("evaluate", entry["key"]) / "cell.json")
-        selected[variant].update(cell.get("selected_questions", ()))
-        for name in entry["selected_on"]:
-            tasks = [task for task in texts if task == name or task.endswith(f"::{name}")]
-            selected[variant].update(text for task in tasks for text in texts[task])
-            if not tasks:
-                notes.append(f"{variant}: selected on {name}, which is not compared here; its questions are unknown")
-    for row in comparison.rows.values():
-        row.chosen_on = sum(text in selected[row.variant] for text in texts[row.task])
-    return notes

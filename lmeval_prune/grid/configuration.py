@@ -70,7 +70,6 @@ class Variant(Settings):
 
     @cached_property
     def served(self) -> bool:
-        """Return whether a server runs the model."""
         return "base_url" in self.model_args
 
 
@@ -120,7 +119,6 @@ class Grid(Settings):
 
     @classmethod
     def read(cls, path: str) -> Self:
-        """Read a grid's YAML file."""
         check_exists(packaged(path), file=True)
         try:
             return cls.of(yaml.load(packaged(path).read_text(encoding="utf-8"), _UniqueKeyLoader))
@@ -131,7 +129,6 @@ class Grid(Settings):
 
     @classmethod
     def of(cls, content: Any) -> Self:
-        """Parse the content of a grid's YAML."""
         if not isinstance(content, dict) or not content.get("variants") or not content.get("tasks"):
             raise InputError("a grid has `variants:` and `tasks:`")
         settings = dict(content)
@@ -143,7 +140,14 @@ class Grid(Settings):
             for name, block in settings["variants"].items()
             for variant in _variants(str(name), block, {**model, "seed": seed})
         )
-        settings["tasks"] = tuple(_task(task, defaults) for task in tasks)
+        parsed = []
+        for task in tasks:  # a name or a dictionary; its gen_kwargs are merged with those of the grid
+            own: dict[str, Any] = {"task": task} if isinstance(task, str) else task
+            merged = {**defaults, **own}
+            merged["gen_kwargs"] = {**(defaults.get("gen_kwargs") or {}), **(own.get("gen_kwargs") or {})}
+            values = {str(name): value for name, value in merged.items() if value is not None}
+            parsed.append(GridTask.from_dict(values, f"task {own.get('task')}"))
+        settings["tasks"] = tuple(parsed)
         return cls.from_dict(settings, "a grid")
 
 
@@ -151,20 +155,10 @@ class _UniqueKeyLoader(yaml.SafeLoader):
     """A YAML loader that refuses repeated keys; PyYAML silently keeps the last one."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """Return the mapping of a node whose keys are all different."""
         keys = Counter(key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.value != "<<")
         if duplicate := next((key for key, count in keys.items() if count > 1), None):
             raise InputError(f"the key {duplicate!r} is repeated (line {node.start_mark.line + 1}); leave one out")
         return super().construct_mapping(node, deep)
-
-
-def _task(settings: Any, defaults: dict[str, Any]) -> GridTask:
-    """Read an entry of `tasks:`, a name or a dictionary; its gen_kwargs are merged with those of the grid."""
-    settings = {"task": settings} if isinstance(settings, str) else settings
-    merged = {**defaults, **settings}
-    merged["gen_kwargs"] = {**(defaults.get("gen_kwargs") or {}), **(settings.get("gen_kwargs") or {})}
-    values = {str(name): value for name, value in merged.items() if value is not None}
-    return GridTask.from_dict(values, f"task {settings.get('task')}")
 
 
 # ---------------------------------------------------------------------- variants

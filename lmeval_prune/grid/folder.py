@@ -16,14 +16,10 @@ A result is written completely before it appears.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
-from filelock import Timeout
-
-from lmeval_prune.artefacts import ENVELOPE, file_lock, file_name, read_artefact, read_table, write_artefact
+from lmeval_prune.artefacts import ENVELOPE, file_name, read_artefact, read_table, write_artefact
 from lmeval_prune.errors import InputError, did_you_mean, first_few
 
 GRID, CELL, FAILED, MEASURE = (f"lmeval-prune/{name}" for name in ("grid", "grid-cell", "grid-failure", "grid-measure"))
@@ -46,28 +42,12 @@ class GridFolder:
         self.prepared = self.path / "prepared"
 
     def create(self, title: str, baseline: str | None, cells: list[dict[str, Any]]) -> None:
-        """Write `grid.json` with the cells of the grid."""
         write_artefact(self._grid_file, GRID, VERSION, {"title": title, "baseline": baseline, "cells": cells})
 
     def read(self) -> dict[str, Any]:
-        """Read `grid.json`."""
         return read_artefact(self._grid_file, GRID, VERSION)[0]
 
-    @contextmanager
-    def lock(self, name: str) -> Iterator[bool]:
-        """Hold the lock of an item by its name; yield False if another process holds it."""
-        folder = self.path / "locks"
-        folder.mkdir(parents=True, exist_ok=True)
-        with ExitStack() as stack:
-            try:
-                stack.enter_context(file_lock(folder / f"{file_name(name)}.lock", timeout=0))
-            except Timeout:
-                yield False
-            else:
-                yield True
-
     def place(self, kind: Kind, key: str) -> Path:
-        """Return the path of a result, which exists when it is done."""
         return self.path / PLACES[kind].format(file_name(key))
 
     def done(self, kind: Kind) -> set[str]:
@@ -76,13 +56,9 @@ class GridFolder:
         return {path.name.removesuffix(ending) for path in folder.iterdir()} if folder.is_dir() else set()
 
     def results(self, key: str) -> Path:
-        """Return the path of lm-eval's results of a cell."""
         return self.place("evaluate", key) / f"results_{file_name(key)}.json"
 
-    # ------------------------------------------------------------------ failures, costs and distances
-
     def record_failure(self, name: str, reason: str, trace: str) -> None:
-        """Record the reason of an item's failure."""
         write_artefact(self._failure(name), FAILED, VERSION, {"reason": reason, "trace": trace})
 
     def failures(self) -> dict[str, str]:
@@ -94,15 +70,10 @@ class GridFolder:
         return reasons
 
     def clear_failure(self, name: str) -> None:
-        """Delete a failure, so that the work is tried again."""
         self._failure(name).unlink(missing_ok=True)
 
     def _failure(self, name: str) -> Path:
         return self.path / "failed" / f"{file_name(name)}.json"
-
-    def write_costs(self, key: str, content: dict[str, Any]) -> None:
-        """Write the costs of a variant."""
-        write_artefact(self.place("measure", key), MEASURE, VERSION, content)
 
     def costs(self, key: str) -> dict[str, Any]:
         """Read the costs of a variant; empty if they were not measured."""
@@ -111,7 +82,6 @@ class GridFolder:
         return {name: value for name, value in content.items() if name not in ENVELOPE}
 
     def distances(self, key: str) -> Any:
-        """Read the distances of a cell as a data frame."""
         path = self.place("distance", key)
         return read_table(path, remedy=f"delete {path} and run the grid").to_pandas()
 

@@ -10,21 +10,22 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field, fields, replace
+from functools import cache, cached_property
 from pathlib import Path
 from shutil import rmtree
 from typing import Annotated, Any, ClassVar
 
 from annotated_types import Interval
 
-from lmeval_prune.artefacts import content_digest, final_path
+from lmeval_prune.artefacts import digest, final_path, read_texts
 from lmeval_prune.config import Seed, Settings, Use, to_plain_json
-from lmeval_prune.errors import InputError, check_exists
-from lmeval_prune.grid.task_identity import training_digest
+from lmeval_prune.grid.task_identity import task_digest
 from lmeval_prune.interventions import HeadMask
 from lmeval_prune.pruners.base import make_pruner
 from lmeval_prune.pruners.options import PruneOptions, PruneSettings, TextOptions
 from lmeval_prune.pruners.parts import HEADS
 from lmeval_prune.registry import Registry, class_record
+from lmeval_prune.tasks.prompts import training_documents
 
 logger = logging.getLogger(__name__)
 PREPARATIONS = Registry(
@@ -84,18 +85,15 @@ class RandomHeads(Preparation):
     seed: Seed = 0
 
     def make(self, lm: Any, folder: Path) -> None:
-        """Draw heads and write their mask."""
         self._draw(lm.model_map).save(folder / "mask.json", lm.model_map)
 
     def check(self, model_map: Any) -> None:
-        """Refuse a share that leaves too few heads, or none; see `Preparation.check`."""
         self._draw(model_map)
 
     def _draw(self, model_map: Any) -> HeadMask:
         return HeadMask.random(round(self.share * model_map.total_heads), self.seed, model_map)
 
     def model_args(self, folder: Path) -> dict[str, Any]:
-        """Return the mask."""
         return {"mask": str(folder / "mask.json")}
 
 
@@ -122,26 +120,27 @@ class Prune(PruneSettings, Preparation):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.method:
-            raise InputError("prune needs a method")
         make_pruner(self.method, self.options)
 
+    @cached_property
+    def source(self) -> Any:
+        """The calibration text, read once, so that the plan is of the text that identifies it; None without one."""
+        return calibration_source(self.task, self.text) if self.has_text else None
+
     def identity(self) -> dict[str, Any]:
-        """Return everything that the result depends on: with the pruner's version, a text file, a task's problems."""
-        if self.text:
-            check_exists(self.text, file=True)
+        """Return everything that the result depends on: with the pruner's version, a text, a task's problems."""
         pruner = make_pruner(self.method, self.options)
         record = class_record(type(pruner))
         return {
             **super().identity(),
             "method": pruner.version,
             **({"pruner": record} if record else {}),
-            **({"problems": training_digest(self.task)} if self.task else {}),
-            **({"text": content_digest(self.text)} if self.text else {}),
+            **({"problems": task_digest(*self.source)} if self.task else {}),
+            **({"text": digest(self.source)} if self.text else {}),
         }
 
     def check(self, model_map: Any) -> None:
-        """Refuse options that do not suit the method or the model, and a missing text; see `Preparation.check`."""
+        """Refuse options that do not suit the method or the model; see `Preparation.check`."""
         from lmeval_prune.pruners.schedule import resolve_options
         from lmeval_prune.surgery.cut import check_cuttable
 
@@ -151,7 +150,6 @@ class Prune(PruneSettings, Preparation):
             check_cuttable(model_map, HEADS in options.kinds)
 
     def make(self, lm: Any, folder: Path) -> None:
-        """Write the plan, and the checkpoint if `cut`."""
         from lmeval_prune.planning.own_answers import text_source
         from lmeval_prune.pruners.schedule import stages
         from lmeval_prune.surgery.cut import cut_to
@@ -165,7 +163,8 @@ class Prune(PruneSettings, Preparation):
             reading = pick(TextOptions, self)
             if reading.add_bos_token is None:
                 reading = replace(reading, add_bos_token=lm.add_bos_token)
-            text, renew = text_source(lm.model, lm.tokenizer, reading, Path(self.responses or answers))(lm.model)
+            responses = Path(self.responses or answers)
+            text, renew = text_source(lm.model, lm.tokenizer, reading, responses, self.source)(lm.model)
         *_, plan = stages(
             pruner, model_map, pick(PruneOptions, self), text, progress=logger.info, work=work, renew=renew
         )
@@ -176,8 +175,13 @@ class Prune(PruneSettings, Preparation):
             rmtree(finished, ignore_errors=True)
 
     def model_args(self, folder: Path) -> dict[str, Any]:
-        """Return the checkpoint, or the plan."""
         return {"pretrained": str(folder / "model")} if self.cut else {"plan": str(folder / "plan.json")}
+
+
+@cache
+def calibration_source(task: str | None, text: str | None) -> Any:
+    """Read a calibration text once for all plans of a grid: `cells_of` clears the cache."""
+    return training_documents(task) if task else read_texts(str(text))
 
 
 def pick(base: type[Any], settings: Any) -> Any:
@@ -185,15 +189,11 @@ def pick(base: type[Any], settings: Any) -> Any:
     return base(**{field.name: getattr(settings, field.name) for field in fields(base)})
 
 
-def with_chat_template(name: str, settings: dict[str, Any], apply_chat_template: bool) -> dict[str, Any]:
-    """Add the grid's `apply_chat_template` to settings that name a task and do not set it."""
-    reads_task = apply_chat_template and settings.get("task") and name in PREPARATIONS
-    if reads_task and any(each.name == "apply_chat_template" for each in fields(PREPARATIONS.load(name))):
-        return {"apply_chat_template": True, **settings}
-    return settings
-
-
-def make_preparation(name: str, settings: dict[str, Any]) -> Preparation:
-    """Create a preparation from its name and fields."""
-    preparation: Preparation = PREPARATIONS.load(name).from_dict(settings, name)
+def make_preparation(name: str, settings: dict[str, Any], apply_chat_template: bool = False) -> Preparation:
+    """Create a preparation; one that reads a task does so with the grid's `apply_chat_template`, unless it is set."""
+    kind = PREPARATIONS.load(name)
+    reads_chats = any(each.name == "apply_chat_template" for each in fields(kind))
+    if apply_chat_template and settings.get("task") and reads_chats:
+        settings = {"apply_chat_template": True, **settings}
+    preparation: Preparation = kind.from_dict(settings, name)
     return preparation

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from pkgutil import resolve_name
@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from lmeval_prune.errors import DiskError, InputError, first_line
-from lmeval_prune.grid.cells import Job, Made
+from lmeval_prune.grid.cells import Item, Job, Made, Models, cells_of
+from lmeval_prune.grid.configuration import Grid
 from lmeval_prune.grid.folder import GridFolder
 from lmeval_prune.grid.worker import Worker
 from lmeval_prune.models import TARGETS
@@ -33,8 +34,8 @@ class RayRunner:
     gpus: float = 0
     memory: float | None = None
 
-    def run(self, path: Path, jobs: Sequence[Job]) -> Iterator[Made]:
-        """Run jobs in parallel; `path` is the grid's folder."""
+    def run(self, path: Path, jobs: Sequence[Job], grid: Grid) -> Iterator[Made]:
+        """Run jobs of a grid in parallel; `path` is its folder."""
         import ray
 
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
@@ -43,15 +44,23 @@ class RayRunner:
             if not any(node["Alive"] and node["Resources"].get(name, 0) >= request for node in ray.nodes()):
                 raise InputError(f"no node of the Ray cluster has the {request:g} {name} of a job")  # Ray would wait
         resources: dict[str, Any] = {"num_cpus": self.cpus, "num_gpus": self.gpus, "memory": self.memory}
-        task = ray.remote(**resources, max_retries=5)(_in_worker)  # again if its node dies; answers are stored
+        task: Any = ray.remote(**resources, max_retries=5)(_in_worker)  # again if its node dies; answers are stored
         environment = {name: os.environ[name] for name in ENVIRONMENT if name in os.environ}
         settings = path, TARGETS.get("process"), str(Path.cwd()), environment, included_folder()
-        pending = {task.remote(job, *settings): job for job in jobs}
+        pending = {}
+        for job in jobs:  # a worker reads the part of the grid that has the job's cells, and finds them by their keys
+            cells = [cell for item in job for cell in (item.cell, item.origin) if cell]
+            variants = tuple({cell.variant.name: cell.variant for cell in cells}.values())
+            tasks = tuple({cell.task.name: cell.task for cell in cells}.values())
+            part = replace(grid, variants=variants, tasks=tasks, baseline=None)
+            named = [(x.kind, x.key, x.cell.key, x.origin and x.origin.key, x.documents) for x in job]
+            pending[task.remote(part, named, settings)] = job
         while pending:
             (ready,), _ = ray.wait(list(pending), num_returns=1)
             job = pending.pop(ready)
             try:
-                yield from ray.get(ready)
+                made: dict[str, str] = ray.get(ready)
+                yield from ((item, made[item.name]) for item in job if item.name in made)
             except DiskError as error:
                 raise DiskError(str(getattr(error, "cause", error))) from None
             except Exception as error:  # Ray gave up: the worker died repeatedly, or never saw the folder
@@ -63,12 +72,12 @@ class RayRunner:
 
 
 _worker = cache(Worker)
+_models: Models = {}  # whose files this process has read
 
 
-def _in_worker(
-    job: Job, path: Path, registration: str | None, folder: str, environment: dict[str, str], included: str | None
-) -> list[Made]:
+def _in_worker(grid: Grid, named: list[tuple[Any, ...]], settings: tuple[Any, ...]) -> dict[str, str]:
     """Run a job in a Ray worker, with the current folder, environment and folder of tasks of the main process."""
+    path, registration, folder, environment, included = settings
     os.environ.update(environment)
     if Path(folder).is_dir():
         os.chdir(folder)
@@ -78,4 +87,8 @@ def _in_worker(
         resolve_name(registration)()
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or 1))
     with including(included):
-        return list(_worker(path).run(job))
+        cells: dict[Any, Any] = {cell.key: cell for cell in cells_of(grid, _models)}  # as this node reads them
+        if {key for _, _, *keys, _ in named for key in keys if key} - cells.keys():
+            raise InputError("files that the grid reads have changed since it began; run it again")
+        job = [Item(kind, key, cells[cell], cells.get(origin), count) for kind, key, cell, origin, count in named]
+        return {item.name: reason for item, reason in _worker(path).run(job)}

@@ -5,10 +5,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass
 from pathlib import Path
 from time import sleep
-from typing import Any
+from typing import Any, NamedTuple
 
 from lmeval_prune.artefacts import digest
 from lmeval_prune.grid.cells import Cell, Item, Job, Made, cells_of
@@ -21,12 +20,11 @@ POLL_SECONDS = 2.0  # between two checks for items that another run makes
 LOADING_ARGUMENTS = ("pretrained", "peft", "dtype", "revision")
 MASK_ARGUMENTS = {"heads", "mask"}
 # Runs jobs on a grid's folder in any order. A job whose machine is lost yields a failure for each of its items.
-Runner = Callable[[Path, Sequence[Job]], Iterator[Made]]
+Runner = Callable[[Path, Sequence[Job], Grid], Iterator[Made]]
 ORDER: tuple[Kind, ...] = ("prepare", "evaluate", "measure", "distance")  # with one loaded model
 
 
-@dataclass(frozen=True)
-class Summary:
+class Summary(NamedTuple):
     """Result of a run."""
 
     cells: int  # number of cells of the grid
@@ -69,8 +67,8 @@ def run(grid: Grid, output: str, runner: Runner | None = None, retry_failed: boo
             total = len(open_items)
             while open_items:
                 finished_before, jobs = finished, _jobs(grid, folder, open_items)
-                made = runner(folder.path, jobs) if runner else (result for job in jobs for result in worker.run(job))
-                for item, failure in made:
+                here = (result for job in jobs for result in worker.run(job))
+                for item, failure in runner(folder.path, jobs, grid) if runner else here:
                     finished += 1
                     logger.info("[%d/%d] %s: %s", finished, total, item, f"failed: {failure}" if failure else "done")
                 if (open_items := left(phase)) and finished == finished_before:  # another run makes them

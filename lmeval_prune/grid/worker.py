@@ -17,25 +17,23 @@ from typing import Any
 import lm_eval
 import pyarrow as pa
 import torch
+from filelock import Timeout
 from lm_eval.loggers import EvaluationTracker
-from pyarrow import parquet
 from torch.utils import collect_env
 
 from lmeval_prune.architectures import cache_argument
-from lmeval_prune.artefacts import digest, file_name, new_folder, read_json, write_artefact, write_table
+from lmeval_prune.artefacts import file_lock, file_name, new_folder, write_artefact, write_table
 from lmeval_prune.comparison.distance import COLUMNS
 from lmeval_prune.comparison.variants import RecordingLM, check_tokenizers, record_requests
 from lmeval_prune.comparison.variants import measure as measure_distances
 from lmeval_prune.errors import InputError, disk_error, first_line
-from lmeval_prune.grid.cells import Cell, Item, Job, Made, methods_identity, versions
-from lmeval_prune.grid.folder import CELL, VERSION, GridFolder
-from lmeval_prune.grid.preparations import make_preparation
+from lmeval_prune.grid.cells import Cell, Item, Job, Made, versions
+from lmeval_prune.grid.folder import CELL, MEASURE, VERSION, GridFolder
 from lmeval_prune.interventions import HeadMask, combined
 from lmeval_prune.models.arguments import Arguments
-from lmeval_prune.models.head_router import POLICIES
 from lmeval_prune.models.identity import Checkpoint
 from lmeval_prune.models.pruned_server import PrunedServerLM
-from lmeval_prune.models.servers import RECORD, without_server
+from lmeval_prune.models.servers import RECORD, SERVER_OPTIONS
 from lmeval_prune.profiling.costs import flops_of, parameters
 from lmeval_prune.profiling.speed import decoding_rates
 
@@ -75,14 +73,13 @@ class VariantLM(RecordingLM):
 
 
 class ServedLM(PrunedServerLM):
-    """A variant whose answers a server computes; `record_path` is of all served variants of a grid."""
+    """A variant whose answers a server computes; the record of servers is that of all served variants of a grid."""
 
     store_rank = None  # as of `VariantLM`
-    record_path = Path()
 
-    def __init__(self, record_path: Path, **arguments: Any) -> None:
-        self.record_path = record_path
-        super().__init__(**arguments)
+    @property
+    def record_path(self) -> Path:
+        return Path(str(self.arguments.responses)).parent / RECORD
 
     @property
     def record_key(self) -> Any:
@@ -97,18 +94,22 @@ class Worker:
         self.folder = GridFolder(folder)
         self.lm: VariantLM | ServedLM | None = None
         self._loaded: Any = None  # what identifies the model
-        self._maps: dict[str, Any] = {}  # model maps by what loads the model
 
     def run(self, items: Job) -> Iterator[Made]:
         """Make each of a job's items that no other process makes."""
         with ExitStack() as locks:
             open_items: list[Item] = []
             for item in items:
-                if locks.enter_context(self.folder.lock(item.name)):
-                    if self.folder.place(item.kind, item.key).exists():
-                        yield item, ""
-                    else:
-                        open_items.append(item)
+                lock = self.folder.path / "locks" / f"{file_name(item.name)}.lock"
+                lock.parent.mkdir(exist_ok=True)
+                try:
+                    locks.enter_context(file_lock(lock, timeout=0))
+                except Timeout:
+                    continue
+                if self.folder.place(item.kind, item.key).exists():
+                    yield item, ""
+                else:
+                    open_items.append(item)
             kind = items[0].kind
             if kind == "distance":
                 yield from self._attempt(open_items, lambda: self._distances(open_items))
@@ -120,7 +121,6 @@ class Worker:
                 masks = ()  # the first cell has answered the requests with all masks
 
     def close(self) -> None:
-        """Free the model."""
         lm, self.lm, self._loaded = self.lm, None, None
         if lm is not None:
             with suppress(Exception):  # its constructor may have failed
@@ -149,25 +149,16 @@ class Worker:
 
     # ------------------------------------------------------------------ models
 
-    def _arguments(self, cell: Cell) -> Arguments:
-        """Return a cell's arguments; its masks, plans and routers must be those that the cell's hash identifies."""
-        own = Arguments.of(without_server(cell.variant.model_args))
-        expected = {name: cell.identity[name] for name in ("interventions", "router")}
-        if any(expected.values()):
-            loading = str(sorted(own.loading.items()))
-            self._maps[loading] = model_map = self._maps.get(loading) or Checkpoint(own.loading).map
-            if methods_identity(cell.variant, own, model_map) != expected:
-                raise InputError("the files of a mask, plan or router have changed since the grid began; run it again")
-        return Arguments.of(without_server(cell.model_args(self.folder.prepared)))
-
     def _load(self, cell: Cell, arguments: Arguments, responses: str | None = None) -> VariantLM | ServedLM:
         """Load a cell's variant; its model must be the one that the cell's hash identifies."""
         torch.manual_seed(cell.variant.seed)
         if cell.variant.served:
             self.close()
-            stored = {"responses": responses} if responses else {}
-            model_args = {**cell.model_args(self.folder.prepared), **cell.computing, **stored}
-            self.lm = ServedLM(self.folder.path / "answers" / RECORD, **model_args)
+            model_args = {**cell.model_args(self.folder.prepared), **cell.computing}
+            options = {name: value for name, value in model_args.items() if name in SERVER_OPTIONS}
+            others = {name: value for name, value in arguments.others.items() if name not in SERVER_OPTIONS}
+            parsed = replace(arguments, pretrained=None, others=others, responses=responses)
+            self.lm = ServedLM(parsed=parsed, **options)
             return self.lm
         arguments = replace(arguments, others={**arguments.others, **cell.computing}, responses=responses)
         is_prepared = arguments.pretrained != cell.variant.model_args["pretrained"]
@@ -189,7 +180,7 @@ class Worker:
         masks: list[HeadMask | None] = []
         for item in items:
             try:
-                arguments = self._arguments(item.cell)
+                arguments = item.cell.parsed(self.folder.prepared)
             except InputError:  # the item fails on its own
                 continue
             only_masks = all(isinstance(intervention, HeadMask) for intervention in arguments.interventions)
@@ -201,18 +192,19 @@ class Worker:
     # ------------------------------------------------------------------ what is made
 
     def _prepare(self, item: Item) -> None:
-        ((name, settings),) = item.cell.variant.prepare.items()
-        lm = self._load(item.cell, Arguments.of(Arguments.of(item.cell.variant.model_args).loading))
+        assert item.cell.preparation
+        lm = self._load(item.cell, Arguments.of(item.cell.arguments.loading))
         with new_folder(self.folder.place("prepare", item.key)) as folder:
-            make_preparation(name, settings).make(lm, folder)
+            item.cell.preparation.make(lm, folder)
 
     def _measure(self, item: Item) -> None:
-        self.folder.write_costs(item.key, measure(self._load(item.cell, self._arguments(item.cell))))
+        costs = measure(self._load(item.cell, item.cell.parsed(self.folder.prepared)))
+        write_artefact(self.folder.place("measure", item.key), MEASURE, VERSION, costs)
 
     def _evaluate(self, masks: tuple[HeadMask | None, ...], item: Item) -> None:
         """Evaluate a cell by lm-eval and write its folder; `masks` are those whose answers are computed together."""
         cell = item.cell
-        arguments = self._arguments(cell)
+        arguments = cell.parsed(self.folder.prepared)
         needs_order = any(intervention.needs_order for intervention in arguments.interventions)
         start = time.perf_counter()
         responses = None if needs_order else str(self.folder.path / "answers" / file_name(cell.answers))
@@ -223,7 +215,7 @@ class Worker:
         if isinstance(lm, VariantLM):
             lm.job_masks = masks
         try:
-            results = lm_eval.simple_evaluate(model=lm, **cell.evaluation_arguments(arguments.loading))
+            results = lm_eval.simple_evaluate(model=lm, **cell.evaluation_arguments())
         except InputError:
             if not masks:
                 raise
@@ -239,24 +231,53 @@ class Worker:
             "threads": torch.get_num_threads(),
             "versions": {**versions(cell.variant.served), "torch": torch.__version__},
         }
-        write_cell(self.folder, cell, lm, results, ran)
+        model_args, evaluation = cell.model_args(self.folder.prepared), cell.evaluation
+        results["config"] |= {"model": cell.model, "model_args": model_args, "batch_size": cell.computing["batch_size"]}
+        samples = results.pop("samples")
+        template = evaluation["apply_chat_template"]
+        with new_folder(self.folder.place("evaluate", cell.key)) as target:
+            writer = _Writer(output_path=str(target / "results.json"))
+            writer.key = file_name(cell.key)
+            writer.general_config_tracker.log_experiment_args(
+                model_source=cell.model,
+                model_args=model_args,
+                system_instruction=evaluation["system_instruction"],
+                chat_template=lm.chat_template(template) if template else None,
+                fewshot_as_multiturn=evaluation["fewshot_as_multiturn"],
+            )
+            writer.save_results_aggregated(results=results, samples=samples)
+            for task, rows in samples.items():
+                writer.save_results_samples(task_name=file_name(task), samples=rows)
+            content = cell.entry(model_args) | {
+                "selected_questions": sorted(cell.selected),
+                "seed": cell.variant.seed,
+                **{name: getattr(cell, name) for name in ("evaluation", "metadata", "identity", "answers", "engine")},
+                **cell.computing,
+                "ran": ran,
+            }
+            write_artefact(target / "cell.json", CELL, VERSION, content)
+            # lm-eval only logs an error of its writer, and leaves what it has written
+            lines = {f"samples_{file_name(task)}_{writer.key}.jsonl": len(rows) for task, rows in samples.items()}
+            whole = [sum(1 for _ in (target / name).open("rb")) == count for name, count in lines.items()]
+            if not all(whole) or not (target / f"results_{writer.key}.json").read_bytes().endswith(b"}"):
+                raise RuntimeError("lm-eval could not write the results or the samples")
 
     def _distances(self, items: Sequence[Item]) -> None:
         """Write the distances of cells of one task from one dense model, by text; those of tokens as float32."""
         if not items:
             return
         origin = items[0].origin or items[0].cell
-        loading = Arguments.of(origin.variant.model_args).loading
-        lm = self._load(origin, _by_engine(loading))
+        loading = origin.arguments.loading
+        lm = self._load(origin, _by_engine(Arguments.of(loading)))
         assert isinstance(lm, VariantLM)
-        requests = record_requests(lm, **origin.evaluation_arguments(loading, items[0].documents))
+        requests = record_requests(lm, **origin.evaluation_arguments(items[0].documents))
         variants, others = {}, {}
         for item in items:
-            arguments = self._arguments(item.cell)
+            arguments = item.cell.parsed(self.folder.prepared)
             if arguments.loading == loading:
                 variants[item.key] = arguments.interventions
             else:
-                others[item.key] = partial(self._load_beside, item.cell, arguments, loading)
+                others[item.key] = partial(_load_beside, item.cell, arguments, loading)
         distances = measure_distances(lm, requests, variants, others)
         for item in items:
             table = pa.Table.from_pandas(distances.frame(item.key), preserve_index=False)
@@ -265,79 +286,22 @@ class Worker:
                 table = table.set_column(table.schema.get_field_index(name), name, column)
             write_table(self.folder.place("distance", item.key), table)
 
-    def _load_beside(self, cell: Cell, arguments: Arguments, dense: dict[str, Any]) -> VariantLM:
-        """Load another model than the dense one, which stays in memory; refuse another tokenizer."""
-        check_tokenizers(Checkpoint(dense), Checkpoint(arguments.loading))
-        return VariantLM(_by_engine({**cell.model_args(self.folder.prepared), **cell.computing}))
+
+def _load_beside(cell: Cell, arguments: Arguments, dense: dict[str, Any]) -> VariantLM:
+    """Load another model than the dense one, which stays in memory; refuse another tokenizer."""
+    check_tokenizers(Checkpoint(dense), Checkpoint(arguments.loading))
+    return VariantLM(_by_engine(replace(arguments, others={**arguments.others, **cell.computing})))
 
 
-def _by_engine(model_args: dict[str, Any]) -> Arguments:
-    return Arguments.of({**model_args, "engine": "batched", "deterministic": True})
-
-
-# ---------------------------------------------------------------------- what is written
+def _by_engine(arguments: Arguments) -> Arguments:
+    return replace(arguments, engine="batched", deterministic=True)
 
 
 class _Writer(EvaluationTracker):
     """lm-eval's writer, whose files have the cell's key in place of the date: the same names in every run."""
 
     key = ""
-
-    @property
-    def date_id(self) -> str:
-        """Return the key."""
-        return self.key
-
-    @date_id.setter
-    def date_id(self, _: str) -> None: ...
-
-
-def write_cell(folder: GridFolder, cell: Cell, lm: Any, results: dict[str, Any], ran: dict[str, Any]) -> None:
-    """Write the folder of a cell: lm-eval's `results` and samples, and how the evaluation `ran`."""
-    model_args, evaluation = cell.model_args(folder.prepared), cell.evaluation
-    results["config"] |= {"model": cell.model, "model_args": model_args, "batch_size": cell.computing["batch_size"]}
-    samples = results.pop("samples")
-    template = evaluation["apply_chat_template"]
-    with new_folder(folder.place("evaluate", cell.key)) as target:
-        writer = _Writer(output_path=str(target / "results.json"))
-        writer.key = file_name(cell.key)
-        writer.general_config_tracker.log_experiment_args(
-            model_source=cell.model,
-            model_args=model_args,
-            system_instruction=evaluation["system_instruction"],
-            chat_template=lm.chat_template(template) if template else None,
-            fewshot_as_multiturn=evaluation["fewshot_as_multiturn"],
-        )
-        writer.save_results_aggregated(results=results, samples=samples)
-        for task, rows in samples.items():
-            writer.save_results_samples(task_name=file_name(task), samples=rows)
-        content = cell.entry(model_args) | {
-            "selected_questions": sorted(selected_questions(cell.variant.model_args)),
-            "seed": cell.variant.seed,
-            **{name: getattr(cell, name) for name in ("evaluation", "metadata", "identity", "answers", "engine")},
-            **cell.computing,
-            "ran": ran,
-        }
-        write_artefact(target / "cell.json", CELL, VERSION, content)
-        # lm-eval only logs an error of its writer, and leaves what it has written
-        lines = {f"samples_{file_name(task)}_{writer.key}.jsonl": len(rows) for task, rows in samples.items()}
-        whole = [sum(1 for _ in (target / name).open("rb")) == count for name, count in lines.items()]
-        if not all(whole) or not (target / f"results_{writer.key}.json").read_bytes().endswith(b"}"):
-            raise RuntimeError("lm-eval could not write the results or the samples")
-
-
-def selected_questions(model_args: dict[str, Any]) -> set[str]:
-    """Return digests of the questions by which a variant was selected: those of its router and of its outcome store."""
-    questions: set[str] = set()
-    for name in ("router", "router_store"):
-        if isinstance(value := model_args.get(name), str) and value not in POLICIES:
-            folder = Path(value).expanduser()
-            if (table := folder / "questions.parquet").is_file():
-                texts = parquet.read_table(table, columns=["question"])["question"].to_pylist()
-                questions |= {digest(text) for text in texts}
-            elif (router := folder / "router.json").is_file():
-                questions |= set(read_json(router).get("seen", ()))
-    return questions
+    date_id = property(lambda self: self.key, lambda self, _: None)
 
 
 # ---------------------------------------------------------------------- costs

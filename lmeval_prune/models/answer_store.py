@@ -96,7 +96,6 @@ def summarize_lengths(endings: Iterable[Ending | None], limit: int | None) -> di
 
 
 def merge_lengths(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Merge several `Lengths`."""
     counts = [part["answers"] - part["unknown"] for part in parts]
     total: dict[str, Any] = {name: sum(part[name] for part in parts) for name in ("answers", "unknown")}
     for name in ("cut_off", "mean_tokens"):
@@ -122,21 +121,15 @@ class AnswerStore:
     Args:
         folder: created if it does not exist.
         rank: number of this process, which alone writes `rank-RANK.jsonl`. None: the first number without a writer.
-
-    Attributes:
-        path: the file of this process.
-        responses: response by key.
-        endings: ending of the answer by key, if stored.
-        versions: versions of the code by request (a digest, see `answer_requests`).
     """
 
     def __init__(self, folder: str | os.PathLike[str], rank: int | None = 0) -> None:
         self.folder = Path(folder)
         header = self.folder / "answers.json"
         self._file: Any = None
-        self.responses: dict[str, Any] = {}
-        self.endings: dict[str, Ending] = {}
-        self.versions: dict[str, dict[str, Any]] = {}
+        self.responses: dict[str, Any] = {}  # by key
+        self.endings: dict[str, Ending] = {}  # by key, if stored
+        self.versions: dict[str, dict[str, Any]] = {}  # of the code, by request (a digest, see `answer_requests`)
         with ExitStack() as stack:
             try:
                 create_folder(self.folder)
@@ -202,7 +195,6 @@ class AnswerStore:
             self.endings[key] = Ending(columns["length"], columns["cut_off"])
 
     def close(self) -> None:
-        """Close the file and release its lock."""
         self._close_file()
         self._release()
 
@@ -267,7 +259,6 @@ class PendingRequests:
         return keys
 
     def part(self, indices: Sequence[int]) -> PendingRequests:
-        """Return some of the requests as pending requests of their own."""
         columns = [[values[index] for index in indices] for values in (self.requests, self.keys, self.repeats)]
         return PendingRequests(self.kind, self.add, *columns)
 
@@ -314,17 +305,14 @@ def answer_requests(
     """Answer requests from the store, run the rest, and store each answer as soon as it is computed.
 
     Args:
-        store: the store.
+        store, kind, key_parts: the store, the requests' kind, and what determines an answer.
         requests: lm-eval instances; the same instance occurs N times for N repeats.
-        kind: kind of the requests.
-        key_parts: what determines an answer.
         run: answers pending requests; may report answers earlier by `add` (with `is_answer=False` what is for this
             run only) or `answered`.
-        any_rank: whether a flag is true on some rank: ranks are synchronised, so if one calls `run`, all do, if
+        any_rank: whether a flag is true on some rank: `hf` synchronises the ranks, so if one calls `run`, all do, if
             necessary with a stored request.
         is_grouped: whether a request is sampled from one stream of random numbers with others: `group_size` of them,
             which are all run if one lacks an answer, so that resuming does not change answers.
-        group_size: see `is_grouped`.
 
     Returns:
         Responses in the order of `requests`, and their keys.

@@ -19,7 +19,7 @@ from tqdm import tqdm
 from lmeval_prune.architectures import ModelMap
 from lmeval_prune.artefacts import digest
 from lmeval_prune.attributes import replaced
-from lmeval_prune.errors import InputError, first_line, print_input_errors
+from lmeval_prune.errors import InputError, print_input_errors
 from lmeval_prune.export.manifest import adapter_name
 from lmeval_prune.interventions import HeadMask, Intervention, combined, interventions_on
 from lmeval_prune.models import generation
@@ -53,77 +53,49 @@ class AnsweringLM(LM):
 
     @print_input_errors
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
-        """Generate a text for each request."""
         return self.answer("generate_until", requests, disable_tqdm)
 
     @print_input_errors
     def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        """Return the log-likelihood of each continuation, and whether greedy decoding would generate it."""
         return self.answer("loglikelihood", requests, disable_tqdm)
 
     @print_input_errors
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[Any]:
-        """Return the log-likelihood of each text."""
         return self.answer("loglikelihood_rolling", requests, disable_tqdm)
 
     @print_input_errors
     def set_cache_hook(self, cache_hook: Any) -> None:
-        """Set lm-eval's cache hook; refuse that of `--use_cache`."""
         if getattr(cache_hook, "dbdict", None) is not None:
             raise InputError(self.why_no_cache)
         super().set_cache_hook(cache_hook)
 
-    @print_input_errors
-    def chat_template(self, chat_template: bool | str = False) -> str | None:
-        """Return the chat template of this name (True: the default); `InputError` if the tokenizer has none."""
-        try:
-            template = super().chat_template(chat_template)
-        except ValueError as error:
-            raise InputError(f"apply_chat_template={chat_template}: {first_line(error)}") from None
-        if chat_template and template is None:
-            raise InputError("the tokenizer has no chat template; leave out apply_chat_template")
-        return template
-
     def close(self) -> None:
-        """Release the answer store; garbage collection does the same."""
         if self.store:
             self.store.close()
 
     def any_rank(self, flag: bool) -> bool:
-        """Return whether a flag is true on some process."""
         if self.world_size <= 1:
             return flag
         return bool(self.all_gather(torch.tensor([int(flag)], device=self.device)).max())
 
 
 class PrunedLM(AnsweringLM):
-    """A model with heads pruned, and under the head masks of a router, if it has one.
-
-    Attributes:
-        arguments: its model_args.
-        model_map: its layers and heads.
-        weights: fingerprint of its weights, or None.
-        identity: what answers depend on of the model, without interventions, as JSON.
-        seed: of sampled answers.
-        router: chooses the heads of each attempt, or None.
-        lengths: `Lengths` of the texts that were generated last, by task.
-        store_rank: number of this process in an answer store; see `AnswerStore`.
-        group_size: requests that are sampled from one stream of random numbers.
-    """
+    """A model with heads pruned, and under the head masks of a router, if it has one."""
 
     arguments: Arguments
     model_map: ModelMap
-    weights: Any = None
-    identity: Any
-    seed: Any
+    weights: Any = None  # fingerprint, or None
+    identity: Any  # what answers depend on of the model, without interventions, as JSON
+    seed: Any  # of sampled answers
     max_gen_toks: Any
     router: HeadRouter | None = None
-    store_rank: Any = 0
-    group_size: Any = 1
+    lengths: dict[str, Any]  # `Lengths` of the texts that were generated last, by task
+    store_rank: Any = 0  # number of this process in an answer store; see `AnswerStore`
+    group_size: Any = 1  # requests that are sampled from one stream of random numbers
 
     def begin_answering(self) -> None:
         """Fit the router and open the store; `InputError` if answers cannot be routed or stored."""
-        self.router, self.lengths = self.arguments.router, {}  # type: ignore[var-annotated]
+        self.router, self.lengths = self.arguments.router, {}
         if self.router:
             self.router.fit_to(self.model_map, self.weights, self.intervention_identities())
             for mask in self.router.masks.values():
@@ -148,11 +120,9 @@ class PrunedLM(AnsweringLM):
         """Refuse requests that the model cannot answer."""
 
     def gather_from_ranks(self, value: Any) -> list[Any]:
-        """Return the value of each process, in the order of ranks."""
         return list(gather_object([value])) if self.world_size > 1 else [value]
 
     def answer(self, kind: str, requests: list[Any], disable_tqdm: bool) -> list[Any]:
-        """Return the responses to requests of one kind; `InputError` if the model cannot answer them."""
         self.check_requests(kind, requests)
         router, masks = self.router, {DENSE: None} if self.router is None else self.router.masks
         if router:
@@ -185,7 +155,19 @@ class PrunedLM(AnsweringLM):
         if kind == "generate_until":
             self._report_lengths(requests, endings)
         if router:
-            self._write_samples(router, requests, keys, endings)
+            # attempts, keys and lengths for `--log_samples`, which writes the requests' arguments
+            attempts: dict[int, list[tuple[Any, str, Ending | None]]] = defaultdict(list)
+            for request, key, ending in zip(requests, keys or [""] * len(requests), endings, strict=True):
+                if len(attempts[id(request)]) < request.repeats:
+                    attempts[id(request)].append((request, key, ending))
+            for tries in attempts.values():
+                request = tries[0][0]
+                context, settings = request.args
+                columns: dict[str, Any] = {"attempts": list(router.order(request)[: request.repeats])}
+                columns |= {"answers": [key for _, key, _ in tries]} if keys else {}
+                columns["lengths"] = [ending and ending.length for _, _, ending in tries]
+                columns["cut_off"] = [ending and ending.cut_off for _, _, ending in tries]
+                request.arguments = (context, {**generation.without_sampling(settings), **columns})
         return responses
 
     def stored_records(self, kind: str, requests: Sequence[Any]) -> list[dict[str, Any]]:
@@ -266,23 +248,6 @@ class PrunedLM(AnsweringLM):
                 more = "more max_gen_toks" if lengths["max_gen_toks"] else "max_gen_toks in place of max_length"
                 logger.warning("%s: %s; give %s", task, line, more)
 
-    def _write_samples(
-        self, router: HeadRouter, requests: list[Any], keys: list[str], endings: Sequence[Ending | None]
-    ) -> None:
-        """Write attempts, keys and lengths into the requests' arguments, which `--log_samples` writes."""
-        attempts: dict[int, list[tuple[Any, str, Ending | None]]] = defaultdict(list)
-        for request, key, ending in zip(requests, keys or [""] * len(requests), endings, strict=True):
-            if len(attempts[id(request)]) < request.repeats:
-                attempts[id(request)].append((request, key, ending))
-        for tries in attempts.values():
-            request = tries[0][0]
-            context, settings = request.args
-            columns: dict[str, Any] = {"attempts": list(router.order(request)[: request.repeats])}
-            columns |= {"answers": [key for _, key, _ in tries]} if keys else {}
-            columns["lengths"] = [ending and ending.length for _, _, ending in tries]
-            columns["cut_off"] = [ending and ending.cut_off for _, _, ending in tries]
-            request.arguments = (context, {**generation.without_sampling(settings), **columns})
-
 
 def compute_in_parts(
     lm: Any,
@@ -344,6 +309,5 @@ def use_lm_eval_logging() -> None:
 
 
 def log_interventions(lm: Any, model: torch.nn.Module) -> None:
-    """Log each intervention on the model of `lm`."""
     for intervention in interventions_on(model):
         logger.info("applied: %s", intervention.summary(lm.model_map))

@@ -6,13 +6,14 @@ import inspect
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
+from pkgutil import resolve_name
 from typing import Any, Literal, Self
 
 from lmeval_prune.config import Count, Seed, Settings, parse_value
 from lmeval_prune.errors import InputError, did_you_mean
 from lmeval_prune.interventions import METHODS, Intervention, combined
 from lmeval_prune.interventions.table import ALLOWANCES, parse_intervention
-from lmeval_prune.models import load_registered
+from lmeval_prune.models import TARGETS
 from lmeval_prune.models.head_router import POLICIES, HeadRouter
 
 
@@ -83,14 +84,9 @@ class Arguments(Settings):
         interventions = [parse_intervention(name, value, arguments.allowances) for name, value in methods.items()]
         router = arguments.router
         if router is not None:
-            router = router if isinstance(router, HeadRouter) else load_registered("router")(arguments)
+            router = router if isinstance(router, HeadRouter) else resolve_name(TARGETS["router"])(arguments)
             router.allowances = arguments.allowances
-        arguments = replace(arguments, interventions=combined(interventions), router=router)
-        if (interventions or arguments.engine == "batched") and others.get("tp_plan"):
-            raise InputError("heads cannot be pruned under tp_plan yet; use parallelize=true or one GPU per process")
-        if arguments.engine == "batched" and others.get("mixed_precision_dtype"):
-            raise InputError("engine=batched does not work with mixed_precision_dtype; leave one out")
-        return arguments
+        return replace(arguments, interventions=combined(interventions), router=router)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -103,6 +99,10 @@ class Arguments(Settings):
             object.__setattr__(self, "deterministic", self.router is not None)
         if self.engine != "batched" and (self.deterministic or self.engine_rows is not None):
             raise InputError("engine_rows and deterministic are settings of the decoding engine; add engine=batched")
+        if (self.interventions or self.engine == "batched") and self.others.get("tp_plan"):
+            raise InputError("heads cannot be pruned under tp_plan yet; use parallelize=true or one GPU per process")
+        if self.engine == "batched" and self.others.get("mixed_precision_dtype"):
+            raise InputError("engine=batched does not work with mixed_precision_dtype; leave one out")
 
     @property
     def description(self) -> dict[str, Any]:
@@ -111,7 +111,6 @@ class Arguments(Settings):
 
     @property
     def allowances(self) -> dict[str, bool]:
-        """Return the allowances that were given."""
         return {name: getattr(self, name) for name in ALLOWANCES if getattr(self, name) is not None}
 
     @property
@@ -141,7 +140,6 @@ METHODS.reserve({argument.name for argument in fields(Arguments)})
 
 @cache
 def hf_arguments() -> frozenset[str]:
-    """Return the names of the arguments of lm-eval's `hf`."""
     from lm_eval.models.huggingface import HFLM
 
     return frozenset(inspect.signature(HFLM.__init__).parameters) - {"self", "kwargs"}

@@ -47,8 +47,6 @@ class AthenaLM(AnsweringLM):
     ) -> None:
         super().__init__()
         use_lm_eval_logging()
-        if not isinstance(pretrained, str) or not pretrained:
-            raise InputError("name a model: --model_args pretrained=FOLDER, written by `lmeval-prune athena train`")
         for name in _LANGUAGE_MODEL_ARGUMENTS:
             if arguments.get(name) is not None:
                 raise InputError(f"{name}= is not for --model athena; leave it out")
@@ -72,12 +70,10 @@ class AthenaLM(AnsweringLM):
         log_interventions(self, self.host.encoder)
 
     def close(self) -> None:
-        """Undo the interventions; garbage collection does the same."""
         self._applied.close()
 
     @cached_property
     def model_map(self) -> ModelMap:
-        """Return the encoder's layers and heads."""
         return map_model(self.host.encoder)
 
     def answer(self, kind: str, requests: list[Any], disable_tqdm: bool) -> list[Any]:
@@ -99,7 +95,6 @@ class AthenaLM(AnsweringLM):
         return [rf"\boxed{{{text}}}" if text else "" for text in texts]
 
     def get_model_info(self) -> dict[str, Any]:
-        """Return the model's training and a section `pruning` for the results file."""
         training = {key: self.about.get(key) for key in ("options", "problems", "best_epoch")}
         parameters = sum(parameter.numel() for parameter in self.host.parameters())
         pruning = interventions_report(self, self.host.encoder, self.model_map.weights)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import closing
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +16,7 @@ from tqdm import tqdm
 from lmeval_prune.artefacts import digest
 from lmeval_prune.attributes import replaced
 from lmeval_prune.config import Count, Divisor, NonNegative, parse_value
-from lmeval_prune.decoding import Engine, Likelihood, LikelihoodRequest, Request, SamplingParams
+from lmeval_prune.decoding import Engine, Request, SamplingParams
 from lmeval_prune.errors import InputError
 from lmeval_prune.interventions.head_mask import HeadMask
 from lmeval_prune.models.answer_store import Ending
@@ -49,7 +49,6 @@ def check_settings(settings: dict[str, Any]) -> None:
 
 
 def without_sampling(settings: dict[str, Any]) -> dict[str, Any]:
-    """Return lm-eval's generation settings for greedy decoding."""
     return {name: value for name, value in settings.items() if name not in _SAMPLING} | {"do_sample": False}
 
 
@@ -145,71 +144,25 @@ def engine_settings(lm: HFLM, settings: dict[str, Any]) -> tuple[SamplingParams,
     return params, until
 
 
-# ---------------------------------------------------------------------- log-likelihoods
-
-
-def loglikelihoods(
-    lm: HFLM,
-    engine: Engine,
-    kind: str,
-    requests: Sequence[Any],
-    done: Callable[[int, Any], None],
-    masks: Sequence[HeadMask | None] | None = None,
-    disable_tqdm: bool = False,
-) -> list[Any]:
-    """Compute the responses of `hf` to requests of a kind; call `done` for each finished request.
-
-    `masks` are heads to prune for each request.
-    """
-    windows = token_windows(lm, kind, requests, disable_tqdm)
-    results: list[list[Likelihood | None]] = [[None] * len(windows[id(request)]) for request in requests]
-    responses: list[Any] = [None] * len(requests)
-    bar = tqdm(total=len(requests), desc=f"Running {kind} requests", disable=disable_tqdm or lm.rank > 0)
-
-    def finish(index: int) -> None:
-        pairs = [(float(result.logprobs.sum()), result.is_greedy) for result in results[index] if result]
-        total = float(sum(value for value, _ in pairs))
-        responses[index] = pairs[0] if kind == "loglikelihood" else total
-        done(index, responses[index])
-        bar.update()
-
-    tokens = []
-    for index, request in enumerate(requests):
-        mask = masks[index] if masks else None
-        tokens += [LikelihoodRequest(*window, mask, (index, i)) for i, window in enumerate(windows[id(request)])]
-        if not windows[id(request)]:  # an empty text
-            finish(index)
-    with bar, closing(engine.score(tokens, lm.softmax_dtype)) as scores:  # frees the model if `done` fails
-        for window_request, likelihood in scores:
-            index, window = window_request.tag
-            results[index][window] = likelihood
-            if None not in results[index]:
-                finish(index)
-    return responses
-
-
-def check_own_tokens(pair: tuple[str, str] | None, continuation: Sequence[int]) -> None:
-    """Raise `InputError` if a choice has no token of its own, which `hf` would end in a bare assertion."""
-    if pair and pair[1] and not continuation:
-        raise InputError(
-            f"{pair[1]!r} has no tokens after {pair[0][-20:]!r}: a token of the context includes it; end the context "
-            f"at a space, or set target_delimiter"
-        )
-
-
 def token_windows(
     lm: HFLM, kind: str, requests: Sequence[Any], disable_tqdm: bool
 ) -> dict[int, list[tuple[tuple[int, ...], tuple[int, ...]]]]:
     """Return the contexts and continuations that `hf` would run for each request, by the request's id."""
     windows: dict[int, list[tuple[tuple[int, ...], tuple[int, ...]]]] = {}
+    collected: list[Any] = []
     cut = 0
     unique = {id(request): request for request in requests}
-    with _collecting(lm) as collected:
+
+    def collect(requests: Sequence[Any], **_: Any) -> list[tuple[float, bool]]:  # in place of running them
+        collected.extend(requests)
+        return [(0.0, False)] * len(requests)
+
+    alone = {"_world_size": 1, "cache_hook": SimpleNamespace(add_partial=lambda *_: None)}  # no rank waits
+    with replaced(lm, batch_size_per_gpu=1 << 30, _loglikelihood_tokens=collect, **alone):
         for key, request in tqdm(unique.items(), "Tokenizing inputs", disable=disable_tqdm or lm.rank > 0):
             getattr(HFLM, kind)(lm, [request], disable_tqdm=True)
             windows[key] = []
-            for pair, context, continuation in collected:
-                check_own_tokens(pair, continuation)
+            for _, context, continuation in collected:
                 if not context or not 0 < len(continuation) <= lm.max_length:  # spaces at a context's end are counted
                     raise InputError(  # to the continuation
                         f"task {request.task_name}, document {request.doc_id}: the context has {len(context)} tokens, "
@@ -222,21 +175,3 @@ def token_windows(
     if cut:
         logger.warning("%d texts are longer than max_length=%d and are cut from the left", cut, lm.max_length)
     return windows
-
-
-@contextmanager
-def _collecting(lm: Any) -> Iterator[list[Any]]:
-    """Collect the token requests of `hf` in a list inside the block, instead of running them; no rank waits."""
-    collected: list[Any] = []
-
-    def collect(requests: Sequence[Any], **_: Any) -> list[tuple[float, bool]]:
-        collected.extend(requests)
-        return [(0.0, False)] * len(requests)
-
-    hook = SimpleNamespace(add_partial=lambda *_: None)
-    with replaced(lm, batch_size_per_gpu=1 << 30, _world_size=1, cache_hook=hook):
-        lm._loglikelihood_tokens = collect
-        try:
-            yield collected
-        finally:
-            del lm._loglikelihood_tokens

@@ -23,16 +23,11 @@ def attempt_order(names: Iterable[str]) -> list[str]:
 
 
 class HeadRouter(ABC):
-    """Orders attempts for each request: try i is answered under the heads of the i-th.
-
-    Attributes:
-        allowances: `allow_empty_layer` and `allow_other_model`, if given.
-        masks: the heads to prune by the attempt's name; filled by `fit_to`.
-    """
+    """Orders attempts for each request: try i is answered under the heads of the i-th."""
 
     def __init__(self) -> None:
-        self.allowances: Mapping[str, bool] = {}
-        self.masks: dict[str, HeadMask | None] = {DENSE: None}
+        self.allowances: Mapping[str, bool] = {}  # `allow_empty_layer` and `allow_other_model`, if given
+        self.masks: dict[str, HeadMask | None] = {DENSE: None}  # by the attempt's name; filled by `fit_to`
 
     def fit_to(self, model_map: ModelMap, weights: str | None, interventions: list[Any]) -> None:
         """Create the masks of the pool; `InputError` if they do not fit the model.
@@ -72,10 +67,8 @@ class FixedOrderRouter(HeadRouter):
     pool: Sequence[str] = ()
 
     def order(self, request: Any) -> Sequence[str]:
-        """Return the pool."""
         return self.pool
 
     @property
     def info(self) -> dict[str, Any]:
-        """Return the pool."""
         return {"source": "in turn", "pool": list(self.pool)}

@@ -5,17 +5,19 @@ from __future__ import annotations
 import logging
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
+from contextlib import closing
 from functools import cached_property
 from typing import Any
 
 import torch
 from lm_eval.models import huggingface
 from lm_eval.models.huggingface import HFLM
+from tqdm import tqdm
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
 from lmeval_prune.architectures.precision import refuse_nan
 from lmeval_prune.attributes import replaced
-from lmeval_prune.decoding import Engine, SamplingParams
+from lmeval_prune.decoding import Engine, Likelihood, LikelihoodRequest, SamplingParams
 from lmeval_prune.decoding.fallback import MAX_CHECKED_WINDOW, Ended, is_tested, sliding_window
 from lmeval_prune.decoding.memory import InsufficientMemoryError, available_memory
 from lmeval_prune.decoding.request import Stopping, end_tokens, stop_strings
@@ -40,22 +42,17 @@ class EngineHFLM(PrunedLM, HFLM):
     `engine=batched` means all, `engine=generate` none. `engine=auto` means those with the texts of `hf` for which `hf`
     is not faster: greedy requests that leave the logits unchanged, in float32 or float64 on a CPU, of a model that the
     engine supports. Each reason is logged once.
-
-    Attributes:
-        engine: the decoding engine; None if it answers no request.
-        endings: of texts that `hf` has generated and not reported yet.
     """
 
-    engine: Engine | None = None
+    engine: Engine | None = None  # None if it answers no request
     _asked: Sequence[Any] = ()  # arguments of the requests that `hf` answers
     _unpadded: Counter[tuple[int, ...]] = Counter()  # noqa: RUF012 - token sequences to score, if padding matters
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self.endings: deque[Ending] = deque()
+        self.endings: deque[Ending] = deque()  # of texts that `hf` has generated and not reported yet
         super().__init__(*args, **kwargs)
 
     def applied(self) -> tuple[Intervention, ...]:
-        """Return the interventions on the model."""
         return interventions_on(self.model)
 
     @property
@@ -76,7 +73,6 @@ class EngineHFLM(PrunedLM, HFLM):
     # ------------------------------------------------------------------ the engine, or `hf`
 
     def choose_engine(self) -> None:
-        """Create the decoding engine, if it may answer requests."""
         options, size = self.arguments, self.batch_size
         is_auto = options.engine == "auto"
         self._logged: set[str] = set()
@@ -101,7 +97,6 @@ class EngineHFLM(PrunedLM, HFLM):
             self.engine.min_rows = size if isinstance(size, int) else AUTO_MIN_ROWS
 
     def by_engine(self, requests: Sequence[Any]) -> list[int]:
-        """Return the indices of the generation requests that the engine answers."""
         if self.arguments.engine != "auto":
             return list(range(len(requests))) if self.engine else []
         if len(requests) < AUTO_MIN_REQUESTS:
@@ -119,7 +114,6 @@ class EngineHFLM(PrunedLM, HFLM):
         return chosen
 
     def _log(self, decision: str, reason: str = "") -> None:
-        """Log a decision, once for each reason."""
         if (reason or decision) not in self._logged:
             self._logged.add(reason or decision)
             if self.rank == 0:
@@ -228,15 +222,40 @@ class EngineHFLM(PrunedLM, HFLM):
             pending.add(pending.keys[index], response, **columns)
             self.cache_hook.add_partial(kind, requests[index].args, response)
 
-        if kind != "generate_until":
-            return generation.loglikelihoods(self, engine, kind, requests, done, masks, disable_tqdm)
+        if kind == "generate_until":
 
-        def decoded(index: int, text: str, tokens: list[int], ending: Ending) -> None:
-            done(index, text, tokens=tokens, **ending._asdict())
+            def decoded(index: int, text: str, tokens: list[int], ending: Ending) -> None:
+                done(index, text, tokens=tokens, **ending._asdict())
 
-        engine.progress = not disable_tqdm and self.rank == 0
-        is_greedy = bool(self.router)
-        return generation.generate_until(self, engine, requests, pending.repeats, decoded, self.seed, masks, is_greedy)
+            engine.progress = not disable_tqdm and self.rank == 0
+            settings = pending.repeats, decoded, self.seed, masks, bool(self.router)
+            return generation.generate_until(self, engine, requests, *settings)
+
+        windows = generation.token_windows(self, kind, requests, disable_tqdm)
+        results: list[list[Likelihood | None]] = [[None] * len(windows[id(request)]) for request in requests]
+        responses: list[Any] = [None] * len(requests)
+        bar = tqdm(total=len(requests), desc=f"Running {kind} requests", disable=disable_tqdm or self.rank > 0)
+
+        def finish(index: int) -> None:
+            pairs = [(float(result.logprobs.sum()), result.is_greedy) for result in results[index] if result]
+            total = float(sum(value for value, _ in pairs))
+            responses[index] = pairs[0] if kind == "loglikelihood" else total
+            done(index, responses[index])
+            bar.update()
+
+        tokens = []
+        for index, request in enumerate(requests):
+            mask = masks[index] if masks else None
+            tokens += [LikelihoodRequest(*window, mask, (index, i)) for i, window in enumerate(windows[id(request)])]
+            if not windows[id(request)]:  # an empty text
+                finish(index)
+        with bar, closing(engine.score(tokens, self.softmax_dtype)) as scores:  # frees the model if `done` fails
+            for window_request, likelihood in scores:
+                index, window = window_request.tag
+                results[index][window] = likelihood
+                if None not in results[index]:
+                    finish(index)
+        return responses
 
     def _compute_by_hf(self, pending: PendingRequests, disable_tqdm: bool) -> list[Any]:
         """Answer by lm-eval's `hf`; with a store in parts, so that answers are stored soon and sampled by own seeds."""
@@ -310,8 +329,6 @@ class EngineHFLM(PrunedLM, HFLM):
 
     def _loglikelihood_tokens(self, requests: list[Any], *args: Any, **kwargs: Any) -> list[tuple[float, bool]]:
         """Score as `hf` does, with a padding mask for interventions that read several tokens: `hf` passes none."""
-        for pair, _, continuation in requests:
-            generation.check_own_tokens(pair, continuation)
         unpadded: Counter[tuple[int, ...]] = Counter()
         if any(not intervention.tokenwise for intervention in self.applied()):
             texts = [(*context, *continuation[:-1]) for _, context, continuation in requests]

@@ -5,7 +5,6 @@ Models with the same identity give the same answers. It is part of the keys of s
 
 from __future__ import annotations
 
-import copy
 import os
 import sys
 from collections.abc import Iterable, Mapping
@@ -17,12 +16,11 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
-from lmeval_prune.architectures import ModelMap, adapters_of, config_fingerprint, map_model
+from lmeval_prune.architectures import ModelMap, config_fingerprint, map_model
 from lmeval_prune.artefacts import CREATED_BY, content_digest, digest, files_digest
 from lmeval_prune.checkpoints import embedded
 from lmeval_prune.checkpoints.loading import as_input_error, checkpoint_identity, language_skeleton
 from lmeval_prune.checkpoints.modeling_pruned import without_warnings_of_layers
-from lmeval_prune.errors import InputError
 from lmeval_prune.interventions import combined, interventions_on
 from lmeval_prune.models.arguments import FAMILY_DESCRIPTION
 from lmeval_prune.models.head_router import POLICIES
@@ -44,20 +42,12 @@ SERVED_ANSWERING = 2  # of the requests to servers; 2: they name penalties, and 
 class Checkpoint:
     """A language model without its weights; `InputError` if it does not exist or is not a language model.
 
-    Args:
-        loading: model_args that load the model, including `pretrained`; see `Arguments.loading`.
-
-    Attributes:
-        path: folder, or name on the hub.
-        revision: on the hub, or None.
-        files: `subfolder` and `gguf_file`, if they are set.
-        config: transformers' configuration.
-        map: the model's layers and heads.
+    `loading` are the model_args that load it, including `pretrained`; see `Arguments.loading`.
     """
 
     def __init__(self, loading: Mapping[str, Any]) -> None:
         self.loading = dict(loading)
-        self.path = embedded.resolve(str(loading["pretrained"]))
+        self.path = embedded.resolve(str(loading["pretrained"]))  # or its name on the hub
         embedded.check_name(self.path, self.loading)
         self.revision: Any = loading.get("revision")
         self.files = {name: str(loading[name]) for name in ("subfolder", "gguf_file") if loading.get(name)}
@@ -75,7 +65,6 @@ class Checkpoint:
 
     @cached_property
     def tokenizer(self) -> Any:
-        """Load the same tokenizer as `hf`."""
         files = dict(self.files)
         if name := self.loading.get("tokenizer"):
             files.pop("gguf_file", None)
@@ -108,13 +97,6 @@ class Checkpoint:
         settings: dict[str, Any] = config.to_dict()
         return settings
 
-    @property
-    def generation_digest(self) -> str:
-        """Return a digest of `generation_config` without its limit of new tokens, or an empty string."""
-        settings = {key: str(value) for key, value in self.generation_config.items() if key != "transformers_version"}
-        settings |= {"max_new_tokens": str(None)} if "max_new_tokens" in settings else {}
-        return digest(settings) if settings else ""
-
     def chat_template(self, name: bool | str) -> str:
         """Return a digest of the chat template of this name (True: the default); an empty string for False."""
         if not name:
@@ -123,56 +105,55 @@ class Checkpoint:
 
     def identity(self) -> dict[str, Any]:
         """Identify the model by the content of its files, as JSON; `InputError` if it has no weights."""
-        skipped = {*IGNORED_ARGUMENTS, "pretrained", "revision", "subfolder", "gguf_file"}
-        arguments = sorted(self.loading.items())
-        return {
-            "config": config_fingerprint(self.config),
-            "tokenizer": tokenizer_fingerprint(self.tokenizer),
-            "generation_config": self.generation_digest,
-            "dtype": self.dtype,
-            "arguments": {name: argument_identity(name, value) for name, value in arguments if name not in skipped}
-            | _truncation(self.config, self.tokenizer, self.loading),
-            "weights": checkpoint_identity(str(self.loading["pretrained"]), self.revision, **self.files),
-        }
-
-
-def identity_of(lm: Any) -> dict[str, Any]:
-    """Identify a loaded `PrunedHFLM`, as JSON; `InputError` if its weights are offloaded and have no fingerprint."""
-    if lm.weights is None:
-        raise InputError(
-            "the weights are offloaded and cannot be identified, as stored answers require; leave out the cache"
+        weights = checkpoint_identity(str(self.loading["pretrained"]), self.revision, **self.files)
+        fingerprint = tokenizer_fingerprint(self.tokenizer)
+        return identity_of(
+            *(self.config, self.tokenizer, fingerprint, self.generation_config, self.dtype, self.loading),
+            weights=weights,
         )
-    generation_config, adapters = copy.deepcopy(getattr(lm.model, "generation_config", None)), adapters_of(lm.model)
-    if generation_config:
-        generation_config.max_new_tokens = None  # the task's limit counts
+
+
+def identity_of(
+    config: Any,
+    tokenizer: Any,
+    fingerprint: str,
+    generation: Mapping[str, Any],
+    dtype: str,
+    arguments: Mapping[str, Any],
+    **weights: Any,
+) -> dict[str, Any]:
+    """Return what answers depend on of a model beside its interventions, as JSON; None is left out.
+
+    `fingerprint` is the tokenizer's, `arguments` are the model_args, `weights` is what identifies weights and code.
+    """
+    skipped = {*IGNORED_ARGUMENTS, "pretrained", "revision", "subfolder", "gguf_file"}
+    own = {name: argument_identity(name, value) for name, value in sorted(arguments.items()) if name not in skipped}
+    from lm_eval.models.utils import resolve_max_length
+
+    length = resolve_max_length(config, tokenizer)
+    if arguments.get("truncation"):  # by settings of the tokenizer beside its rules
+        own |= {name: getattr(tokenizer, name) for name in ("model_max_length", "truncation_side")}
+    elif not arguments.get("max_length") and length != resolve_max_length(config, None):
+        own["model_max_length"] = length
     identity = {
-        "config": config_fingerprint(lm.config),
-        "tokenizer": lm.tokenizer_fingerprint,
-        "generation_config": generation_config.to_json_string() if generation_config else "",
-        "dtype": str(lm.model.dtype),
-        "arguments": {
-            name: str(value) for name, value in sorted(lm.arguments.others.items()) if name not in IGNORED_ARGUMENTS
-        }
-        | _truncation(lm.config, lm.tokenizer, lm.arguments.others),
-        "weights": lm.weights,
-        "adapters": digest(adapters) if adapters else None,  # of PEFT
-        "code": _remote_code([*lm.model.modules(), lm.config, lm.tokenizer]),
+        "config": config_fingerprint(config),
+        "tokenizer": fingerprint,
+        "generation_config": generation_digest(generation),
+        "dtype": dtype,
+        "arguments": own,
+        **weights,
     }
     return {name: value for name, value in identity.items() if value is not None}
 
 
-def _truncation(config: Any, tokenizer: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of a tokenizer, beside its rules, by which `hf` truncates texts under some model_args."""
-    if arguments.get("truncation"):
-        return {name: getattr(tokenizer, name) for name in ("model_max_length", "truncation_side")}
-    from lm_eval.models.utils import resolve_max_length
-
-    length = resolve_max_length(config, tokenizer)
-    is_tokenizers = not arguments.get("max_length") and length != resolve_max_length(config, None)
-    return {"model_max_length": length} if is_tokenizers else {}
+def generation_digest(generation: Mapping[str, Any]) -> str:
+    """Return a digest of a generation config without its limit of new tokens, or an empty string."""
+    ignored = ("transformers_version", "max_new_tokens")  # the task's limit counts
+    settings = {name: str(value) for name, value in generation.items() if name not in ignored}
+    return digest(settings) if settings else ""
 
 
-def _remote_code(objects: Iterable[Any]) -> str | None:
+def remote_code(objects: Iterable[Any]) -> str | None:
     """Return a digest of the files from which transformers loaded classes of objects; None if all are of packages."""
     names = {type(item).__module__ for item in objects}
     modules = [sys.modules[name] for name in sorted(names) if name.startswith("transformers_modules.")]

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import atexit
 import logging
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext, suppress
 from functools import cached_property
-from os import PathLike
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import distributed
 
-from lmeval_prune.architectures import ModelMap, loadable_fingerprints, map_model, weights_fingerprint
+from lmeval_prune.architectures import ModelMap, adapters_of, loadable_fingerprints, map_model, weights_fingerprint
+from lmeval_prune.artefacts import digest
 from lmeval_prune.attributes import replaced
 from lmeval_prune.checkpoints import embedded
 from lmeval_prune.checkpoints.loading import (
@@ -35,7 +36,7 @@ from lmeval_prune.models.arguments import Arguments, hf_arguments
 from lmeval_prune.models.generation import answer_limit, check_settings, prompt_room
 from lmeval_prune.models.head_router import FixedOrderRouter
 from lmeval_prune.models.hf import EngineHFLM
-from lmeval_prune.models.identity import identity_of, interventions_report, tokenizer_fingerprint
+from lmeval_prune.models.identity import identity_of, interventions_report, remote_code, tokenizer_fingerprint
 from lmeval_prune.profiling.costs import cost_columns
 
 eval_logger = logging.getLogger(__name__)
@@ -64,8 +65,6 @@ class PrunedHFLM(EngineHFLM):
         self.arguments = pretrained if parsed else Arguments.of({"pretrained": pretrained, **arguments})
         own, others = self.arguments, dict(self.arguments.others)
         model, interventions = own.pretrained, own.interventions
-        if model == "" or not isinstance(model, str | PathLike | torch.nn.Module):
-            raise InputError("name a model: --model_args pretrained=NAME_OR_FOLDER")
         if isinstance(model, torch.nn.Module):
             own.refuse_misspelt(None)
             self.manifest = manifest_of(model)
@@ -87,7 +86,8 @@ class PrunedHFLM(EngineHFLM):
             if accelerator is not None and accelerator.num_processes > 1 and self.device.type == "cpu":
                 # `hf` leaves each process at rank 0 with all requests
                 self._rank, self._world_size = accelerator.process_index, accelerator.num_processes
-                atexit.register(_destroy_process_group)
+                # ends gloo's threads: a process that exits while they run may abort, and its launcher kills the others
+                atexit.register(lambda: distributed.is_initialized() and distributed.destroy_process_group())
             if self.manifest:
                 eval_logger.info("checkpoint: %s", removal_summary(self.manifest))
             self._prepare()
@@ -101,7 +101,6 @@ class PrunedHFLM(EngineHFLM):
         return torch.initial_seed() if self.fixed_seed is None else self.fixed_seed
 
     def _prepare(self) -> None:
-        """Apply interventions, create the engine and open the store, if it is not open."""
         with self._apply() as stack:  # undoes the interventions if the rest fails
             self.choose_engine()
             self.begin_answering()
@@ -116,7 +115,6 @@ class PrunedHFLM(EngineHFLM):
             return stack.pop_all()
 
     def close(self) -> None:
-        """Undo the interventions and release the answer store; garbage collection does the same."""
         self._applied.close()
         super().close()
 
@@ -145,7 +143,17 @@ class PrunedHFLM(EngineHFLM):
 
     def _create_model(self, *args: Any, gguf_file: str | None = None, **kwargs: Any) -> None:
         self.arguments.refuse_misspelt(self.config)
-        self._check_before_loading(bool(kwargs.get("trust_remote_code")))
+        own, bare = self.arguments, None
+        with suppress(Exception):  # some models cannot be built without weights; the loaded model is checked later
+            bare = skeleton(self.config, self.AUTO_MODEL_CLASS, bool(kwargs.get("trust_remote_code")))
+        if bare is not None:  # before minutes of loading
+            check_language_model(self.config, bare)
+            fixed = [own.router] if isinstance(own.router, FixedOrderRouter) else []
+            model_map: Any = map_model(bare, **own.description) if own.interventions or fixed else None
+            for intervention in own.interventions:
+                intervention.fit_to(model_map)
+            for router in fixed:
+                router.fit_to(model_map, None, [])
         if self.arguments.responses:
             self.store = AnswerStore(self.arguments.responses, self.store_rank)
         if gguf_file:
@@ -163,21 +171,6 @@ class PrunedHFLM(EngineHFLM):
         ):
             super()._create_model(*args, gguf_file=gguf_file, **kwargs)
 
-    def _check_before_loading(self, trust_remote_code: bool) -> None:
-        """Check the model class and the interventions on a model without weights, before minutes of loading."""
-        try:
-            bare = skeleton(self.config, self.AUTO_MODEL_CLASS, trust_remote_code)
-        except Exception:  # some models cannot be built without weights; the loaded model is checked later
-            return
-        check_language_model(self.config, bare)
-        router = self.arguments.router
-        if self.arguments.interventions or isinstance(router, FixedOrderRouter):
-            model_map = map_model(bare, **self.arguments.description)
-            for intervention in self.arguments.interventions:
-                intervention.fit_to(model_map)
-            if isinstance(router, FixedOrderRouter):
-                router.fit_to(model_map, None, [])
-
     # ------------------------------------------------------------------ identity
 
     @property
@@ -190,7 +183,6 @@ class PrunedHFLM(EngineHFLM):
 
     @cached_property
     def model_map(self) -> ModelMap:  # type: ignore[override]
-        """Return the model's layers and heads."""
         return map_model(self.model, **self.arguments.description)
 
     @property
@@ -203,13 +195,24 @@ class PrunedHFLM(EngineHFLM):
 
     @cached_property
     def tokenizer_fingerprint(self) -> str:
-        """Return the tokenizer's fingerprint."""
         return tokenizer_fingerprint(self.tokenizer)
 
     @property
     def identity(self) -> dict[str, Any]:
-        """Return the properties of the model that answers depend on, without interventions, as JSON."""
-        return identity_of(self)
+        """Return what answers depend on of the model, without interventions; `InputError` if that cannot be known."""
+        if self.weights is None:
+            raise InputError(
+                "the weights are offloaded and cannot be identified, as stored answers require; leave out responses"
+            )
+        model, adapters = self.model, adapters_of(self.model)
+        generation = model.generation_config.to_dict() if getattr(model, "generation_config", None) else {}
+        dtype, arguments = str(model.dtype).removeprefix("torch."), self.arguments.others
+        return identity_of(
+            *(self.config, self.tokenizer, self.tokenizer_fingerprint, generation, dtype, arguments),
+            weights=self.weights,
+            adapters=digest(adapters) if adapters else None,  # of PEFT
+            code=remote_code([*model.modules(), self.config, self.tokenizer]),
+        )
 
     @property
     def outcome_identity(self) -> dict[str, Any]:
@@ -221,7 +224,6 @@ class PrunedHFLM(EngineHFLM):
     # ------------------------------------------------------------------ requests and reports
 
     def check_requests(self, kind: str, requests: list[Any]) -> None:
-        """Refuse wrong settings of generation."""
         if kind == "generate_until" and not self.arguments.router:  # which sets the temperature of each try
             for request in requests:
                 check_settings(request.args[1])
@@ -229,7 +231,6 @@ class PrunedHFLM(EngineHFLM):
                     prompt_room(self, answer_limit(request.args[1], self.max_gen_toks))
 
     def get_model_info(self) -> dict[str, Any]:
-        """Return lm-eval's model information with a section `pruning`."""
         return {**super().get_model_info(), "pruning": self.pruning_info()}
 
     def pruning_info(self) -> dict[str, Any]:
@@ -242,9 +243,3 @@ class PrunedHFLM(EngineHFLM):
         if self.manifest:
             info["checkpoint"] = {**checkpoint_columns(self.manifest), **cost_columns(self.model)}
         return info
-
-
-def _destroy_process_group() -> None:
-    """End gloo's threads: a process that exits while they run may abort, and its launcher kills the others."""
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()

@@ -1,4 +1,4 @@
-"""`--model pruned-server`: evaluate pruned variants that vLLM, SGLang or llama.cpp serve.
+"""`--model pruned-server`: evaluate pruned variants that vLLM or llama.cpp serve.
 
 lm-eval's `LocalCompletionsAPI` sends requests, some at a time, and sends those that fail again. Here each request
 names its variant and has its own seed.
@@ -10,14 +10,16 @@ import asyncio
 import json
 import logging
 import ssl
+import sys
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-import aiohttp
+import requests as http
 from lm_eval.models.api_models import JsonChatStr
 from lm_eval.models.huggingface import HFLM
 from lm_eval.models.openai_completions import LocalCompletionsAPI
@@ -34,7 +36,7 @@ from lmeval_prune.attributes import replaced
 from lmeval_prune.checkpoints import embedded
 from lmeval_prune.checkpoints.loading import as_input_error, checkpoint_identity
 from lmeval_prune.decoding.request import logits_settings
-from lmeval_prune.errors import InputError, first_line, print_input_errors
+from lmeval_prune.errors import InputError, print_input_errors
 from lmeval_prune.export.manifest import adapter_name, read_adapters, read_lora
 from lmeval_prune.interventions import HeadMask, Intervention, combined
 from lmeval_prune.models import generation
@@ -42,38 +44,57 @@ from lmeval_prune.models.answer_store import PendingRequests
 from lmeval_prune.models.answering import PrunedLM, report_answers, use_lm_eval_logging
 from lmeval_prune.models.arguments import Arguments, refuse_empty, unknown_argument
 from lmeval_prune.models.head_router import DENSE
-from lmeval_prune.models.identity import SERVED_ANSWERING, Checkpoint, code_versions, tokenizer_fingerprint
+from lmeval_prune.models.identity import SERVED_ANSWERING, Checkpoint, code_versions, identity_of, tokenizer_fingerprint
 from lmeval_prune.models.servers import (
     KINDS,
-    NO_EFFECT,
     RECORD,
-    SAMPLING_DEFAULTS,
     SERVER_OPTIONS,
     UNPRUNED,
-    Request,
     ServedModel,
     ServedVariant,
     ServerOptions,
     Signature,
     check_record,
     distance,
-    log_probability,
-    sampling_seed,
 )
 
 logger = logging.getLogger(__name__)
-AT_ONCE = 8192  # requests that are handed to lm-eval in one call
 PROBE_TEXT = (
     "A baker sells 12 rolls at 30 cents each and 5 loaves at 2.50 each. First she adds up what the rolls bring in, "
     "then the loaves, and writes both numbers into her green book. Why does she need the sum?"
 )
 PROBE_PROMPT, PROBE_ANSWER = 64, 12  # tokens of the text; tokens to generate, if a server does not score prompts
 MIN_DISTANCE = 1e-5  # smaller distances of signatures are rounding
-_API_OPTIONS = (
-    *("trust_remote_code", "revision", "use_fast_tokenizer", "custom_prefix_token_id", "eos_string", "seed"),
-    *("header", "verify_certificate", "max_gen_toks", "num_concurrent", "max_retries", "timeout"),
-)
+MAX_LOG_PROBABILITY = 0.01  # rounding can make a log-probability slightly positive
+SAMPLING_DEFAULTS = {"temperature": 1.0, "top_k": 50, "top_p": 1.0, "min_p": 0.0}  # of `hf`
+NO_EFFECT = {
+    **{"num_beams": 1, "num_return_sequences": 1, "repetition_penalty": 1.0, "no_repeat_ngram_size": 0},
+    **{"renormalize_logits": True, "remove_invalid_values": True},
+}
 _ANSWER_OPTIONS = ("max_gen_toks", "add_bos_token", "eos_string", "custom_prefix_token_id", "think_end_token")
+
+
+@dataclass(eq=False)
+class Request:
+    """A request to the server."""
+
+    name: str  # for messages
+    variant: ServedVariant
+    payload: Callable[[], dict[str, Any]]  # builds the body, without the fields that name the variant
+    parse: Callable[[dict[str, Any]], Any]  # extracts the result; `InputError` if another answer would be the same
+    done: Callable[[Any], None] = lambda result: None  # called with the result as soon as it arrives
+    result: Any = None
+
+
+def sampling_seed(seed: int, attempt: int) -> int:
+    return int(digest([seed, attempt]), 16) & 0x7FFFFFFF  # neighbouring seeds draw differently
+
+
+def log_probability(value: Any) -> float:
+    """Return a value if it is a log-probability; `InputError` otherwise: NaN, infinite, null, a text."""
+    if type(value) not in (int, float) or not -sys.float_info.max <= value <= MAX_LOG_PROBABILITY:
+        raise InputError(f"a log-probability is {repr(value)[:40]}, not a number up to 0; does the model overflow?")
+    return float(value)
 
 
 class PrunedServerLM(PrunedLM, LocalCompletionsAPI):
@@ -81,28 +102,24 @@ class PrunedServerLM(PrunedLM, LocalCompletionsAPI):
 
     Args:
         base_url: address of the server.
+        parsed: what was parsed of the other arguments before, in place of those that are no `ServerOptions`.
         arguments: the fields of `ServerOptions` (`models/servers.py`); `heads`, `mask`, `router` and its options,
             `responses` as for `pruned-hf`.
-
-    Attributes:
-        adapters: name → manifest of each adapter in the folder `adapters=`; empty without one.
-        lora: name → digest of the ordinary LoRA adapter `lora=`; empty without one.
-        base: digest of the served checkpoint.
-        served: what the server lists of the unpruned model.
-        max_length: tokens of prompt and answer: the model's, or `max_length=`, and at most the server's.
     """
 
     why_no_cache = "--use_cache cannot tell served variants apart; use responses=FOLDER among the model_args"
-    chat = False
-    MULTIMODAL = False
+    path = "/v1/completions"
+    chat = MULTIMODAL = False
     engine = None
+    tok_encode, apply_chat_template = HFLM.tok_encode, HFLM.apply_chat_template  # prompts as of `hf`
+    tokenizer_name = HFLM.tokenizer_name
 
     @print_input_errors
-    def __init__(self, base_url: Any = None, **arguments: Any) -> None:
+    def __init__(self, base_url: Any = None, parsed: Arguments | None = None, **arguments: Any) -> None:
         use_lm_eval_logging()
         values = {name: value for name, value in {"base_url": base_url, **arguments}.items() if value is not None}
         refuse_empty(values, SERVER_OPTIONS)
-        self.arguments = Arguments.of({name: values[name] for name in values if name not in SERVER_OPTIONS})
+        self.arguments = parsed or Arguments.of({name: values[name] for name in values if name not in SERVER_OPTIONS})
         for intervention in self.arguments.interventions:
             if not isinstance(intervention, HeadMask):
                 raise InputError(
@@ -113,34 +130,47 @@ class PrunedServerLM(PrunedLM, LocalCompletionsAPI):
         self.options = options = ServerOptions(**{name: values[name] for name in values if name in SERVER_OPTIONS})
         if options.lora and (self.arguments.interventions or self.arguments.router):
             raise InputError("a request has one adapter: give either lora=, or heads=, mask= or router=")
-        self.lora = read_lora(options.lora) if options.lora else {}
+        self.lora = read_lora(options.lora) if options.lora else {}  # name → digest
+        self.adapters = read_adapters(options.adapters) if options.adapters else {}  # name → manifest
         self.kind, self.seed, self.url = KINDS[options.server], options.seed, options.url
         self._stopped: InputError | None = None  # why no more requests are sent
         self._is_known = False  # whether the server is the one of the start: it can have been started again
         source = {"revision": options.revision, "trust_remote_code": options.trust_remote_code}
         source["pretrained"] = str(options.pretrained or options.tokenizer or options.model)
-        description = {key: value for key, value in self.arguments.description.items() if value is not None}
-        self.checkpoint = Checkpoint({**source, **description})
+        self.checkpoint = Checkpoint({**source, **self.arguments.loading})
         self.config, self.model_map = self.checkpoint.config, self.checkpoint.map
-        self.adapters = read_adapters(options.adapters) if options.adapters else {}
-        local = self._identify()
+        path, folder, local = self.checkpoint.path, options.adapters, None
+        bases = {adapter["base"]["checkpoint"] for adapter in self.adapters.values()}
+        dtypes = {adapter["dtype"] for adapter in self.adapters.values()}
+        with suppress(InputError):  # only configuration and tokenizer are here
+            local = checkpoint_identity(path, options.revision)
+        if self.adapters and (len(bases) > 1 or local not in (None, *bases)):
+            raise InputError(f"adapters in {folder} were made from another model than pretrained={path}")
+        dtype = str(options.dtype or "").removeprefix("torch.")
+        if dtype and dtypes and dtypes != {dtype}:
+            raise InputError(f"{folder} was made for servers in {', '.join(sorted(dtypes))}, not in dtype={dtype}")
+        self.dtype = dtype or (dtypes.pop() if len(dtypes) == 1 else "")  # in which the server computes
+        base = bases.pop() if bases else local
+        if self.arguments.responses and not (base and self.dtype):
+            raise InputError(
+                f"responses= needs the weights of {path} here, or adapters=FOLDER, and the type in which the server "
+                "computes: give dtype=, e.g. dtype=bfloat16"
+            )
+        self.base = str(base or digest([path, config_fingerprint(self.config)]))  # of the served checkpoint
         tokenizer = embedded.resolve(str(options.tokenizer or self.checkpoint.path))
         with as_input_error(f"the tokenizer of {tokenizer} cannot be loaded; give tokenizer="):
-            super().__init__(
-                f"{self.url}/v1/{'chat/completions' if self.chat else 'completions'}",
-                tokenizer_backend="huggingface",
-                tokenizer=tokenizer,
-                max_length=options.max_length or resolve_max_length(self.config, None),  # for its log
-                **options.given(*_API_OPTIONS),
-            )
+            own = {"base_url": self.url, "tokenizer": tokenizer, "tokenizer_backend": "huggingface", "batch_size": 1}
+            own["max_length"] = options.max_length or resolve_max_length(self.config, None)  # for its log
+            super().__init__(**options.given(*vars(options)) | own)
         if options.ca_cert_path and options.verify_certificate:
             self.verify_certificate = ssl.create_default_context(cafile=options.ca_cert_path)
         if options.auth_token and not options.header:  # lm-eval reads it from the environment only
             self.header = {"Authorization": f"Bearer {options.auth_token}"}
         self.add_bos_token, self.think_end_token = options.add_bos_token, options.think_end_token
         self.max_gen_toks = self._max_gen_toks
-        self.chat_template_args = options.template_arguments
-        self.served = self._ask(self._list)
+        self.chat_template_args = {**(options.chat_template_args or {}), **options.given("enable_thinking")}
+        with as_input_error(f"{self.url} does not answer: start it, or give another base_url= or server="):
+            self.served = self._list()
         length = options.max_length or resolve_max_length(self.config, self.tokenizer)
         self.max_length = min(length, self.served.max_length or length)
         if self.max_length < length:
@@ -151,11 +181,13 @@ class PrunedServerLM(PrunedLM, LocalCompletionsAPI):
         # adapters name the model that serves them, and llama.cpp lists no folder
         root = None if self.adapters or self.kind.adapter_list else self.served.root
         if local and root and Path(root).is_dir() and checkpoint_identity(str(root)) != local:
-            raise InputError(f"{self.url} serves {root}, which has other weights than {self.checkpoint.path}")
+            raise InputError(f"{self.url} serves {root}, which has other weights than {path}")
         self._encode = lru_cache(maxsize=4096)(self.tok_encode)  # each variant has the same prompts
         try:
             self.begin_answering()
-            for variant in self.variants():
+            pool = self.router.pool if self.router else [DENSE]
+            self.variants = list(dict.fromkeys(map(self.variant, pool)))  # that requests may need
+            for variant in self.variants:
                 self.adapter_hashes(variant)  # raises if one is missing
             if options.probe:
                 self._probe()
@@ -165,31 +197,6 @@ class PrunedServerLM(PrunedLM, LocalCompletionsAPI):
 
     # ------------------------------------------------------------------ set-up
 
-    def _identify(self) -> str | None:
-        """Find the digest of the served checkpoint and the type in which the server computes (empty if unknown).
-
-        Both are of the adapters' manifests, or of `pretrained=`, if its weights are here, and `dtype=`. Returns the
-        digest of the weights that are here.
-        """
-        path, folder, local = self.checkpoint.path, self.options.adapters, None
-        bases = {adapter["base"]["checkpoint"] for adapter in self.adapters.values()}
-        dtypes = {adapter["dtype"] for adapter in self.adapters.values()}
-        with suppress(InputError):  # only configuration and tokenizer are here
-            local = checkpoint_identity(path, self.options.revision)
-        if self.adapters and (len(bases) > 1 or local not in (None, *bases)):
-            raise InputError(f"adapters in {folder} were made from another model than pretrained={path}")
-        dtype = str(self.options.dtype or "").removeprefix("torch.")
-        if dtype and dtypes and dtypes != {dtype}:
-            raise InputError(f"{folder} was made for servers in {', '.join(sorted(dtypes))}, not in dtype={dtype}")
-        self.dtype = dtype or (dtypes.pop() if len(dtypes) == 1 else "")
-        base = bases.pop() if bases else local
-        if self.arguments.responses and not base:
-            raise InputError(f"{path} has no weights here to identify stored answers by: give adapters=FOLDER")
-        if self.arguments.responses and not self.dtype:
-            raise InputError("responses= needs the type in which the server computes: give dtype=, e.g. dtype=bfloat16")
-        self.base = str(base or digest([path, config_fingerprint(self.config)]))
-        return local
-
     def _probe(self) -> None:
         """Refuse a server with another tokenizer or other weights, or under which two variants answer alike.
 
@@ -197,22 +204,34 @@ class PrunedServerLM(PrunedLM, LocalCompletionsAPI):
         unpruned, or two names mean one adapter.
         """
         own = tokens = list(self.tokenizer.encode(PROBE_TEXT, add_special_tokens=False))
-        payload = self.kind.tokenize_payload(self.served, PROBE_TEXT)
-        with suppress(InputError, LookupError, TypeError):  # it cannot tokenize
-            answered = self._ask(lambda session: self._json(session, "/tokenize", payload))["tokens"]
+        payload = {"model": self.served.name, **dict(zip(self.kind.tokenize_fields, (PROBE_TEXT, False), strict=True))}
+        with suppress(OSError, LookupError, TypeError, ValueError):  # it cannot tokenize
+            answered = self._ask("/tokenize", payload)["tokens"]
             tokens = [token["id"] if isinstance(token, dict) else token for token in answered]
         if tokens != own:
             raise InputError(f"{self.url} has another tokenizer than this run; set tokenizer= to the served model's")
-        scored = {"max_tokens": 1, "echo": True} if self.kind.scores_prompts else {"max_tokens": PROBE_ANSWER}
+        scored = {"max_tokens": PROBE_ANSWER} if self.kind.adapter_list else {"max_tokens": 1, "echo": True}
         settings = {**self.kind.sampling_fields({"temperature": 0}, False, len(own)), **self.kind.logprob_settings}
         probe = {"prompt": own[:PROBE_PROMPT], **settings, **scored}
-        pruned = [variant for variant in self.variants() if variant != UNPRUNED]
+        pruned = [variant for variant in self.variants if variant != UNPRUNED]
         asked = [*[UNPRUNED] * 4, *pruned]  # repeated to measure the server's noise
         mixed = [each for variant in pruned for each in (variant, UNPRUNED)]
 
+        def parse(body: dict[str, Any]) -> Signature:
+            logprobs = body["choices"][0]["logprobs"]
+            if "content" in logprobs:  # the format of chat completions, which llama.cpp also uses for completions
+                pairs = [(str(token["token"]), token["logprob"]) for token in logprobs["content"]]
+            else:
+                pairs = list(zip(map(str, logprobs["tokens"]), logprobs["token_logprobs"], strict=True))
+            if not self.kind.adapter_list:
+                pairs = pairs[1:-1]  # the first token has no log-probability, the last is generated
+            if not pairs:
+                raise ValueError("the response has no log-probabilities")
+            return [(token, log_probability(value)) for token, value in pairs]
+
         def ask(variants: list[ServedVariant], at_once: int) -> list[Signature]:
-            with replaced(self, base_url=f"{self.url}/v1/completions", _concurrent=at_once):
-                return self.send([Request("a probe", each, lambda: probe, self._parse_signature) for each in variants])
+            with replaced(self, path="/v1/completions", _concurrent=at_once):
+                return self.send([Request("a probe", each, lambda: probe, parse) for each in variants])
 
         signatures, in_one_batch = ask(asked, 1), ask(mixed, self._concurrent)
         noise = max(MIN_DISTANCE, 1.5 * max(distance(*pair, 1) for pair in combinations(signatures[:4], 2)))
@@ -233,18 +252,6 @@ class PrunedServerLM(PrunedLM, LocalCompletionsAPI):
             is_empty = self.store is not None and self.store.folder == path.parent and not self.store.responses
             check_record(path, self.record_key, self.dtype, signatures[0], is_empty, self.url)
 
-    def _parse_signature(self, body: dict[str, Any]) -> Signature:
-        logprobs = body["choices"][0]["logprobs"]
-        if "content" in logprobs:  # the format of chat completions, which llama.cpp also uses for completions
-            pairs = [(str(token["token"]), token["logprob"]) for token in logprobs["content"]]
-        else:
-            pairs = list(zip(map(str, logprobs["tokens"]), logprobs["token_logprobs"], strict=True))
-        if self.kind.scores_prompts:
-            pairs = pairs[1:-1]  # the first token has no log-probability, the last is generated
-        if not pairs:
-            raise ValueError("the response has no log-probabilities")
-        return [(token, log_probability(value)) for token, value in pairs]
-
     @property
     def record_path(self) -> Path | None:
         """Return the file by which the server of another run is compared with that of this one."""
@@ -258,26 +265,21 @@ class PrunedServerLM(PrunedLM, LocalCompletionsAPI):
     # ------------------------------------------------------------------ variants and identity
 
     def applied(self) -> tuple[Intervention, ...]:
-        """Return the head masks of the model_args."""
         return self.arguments.interventions
 
     def variant(self, attempt: str = DENSE) -> ServedVariant:
         """Return the variant that prunes the heads of an attempt and of the model_args, or has a LoRA adapter."""
-        for adapter in self.lora:
-            return ServedVariant(adapter)
+        if self.lora:
+            return ServedVariant(next(iter(self.lora)))
         routed = self.router.masks[attempt] if self.router else None
         masks: Any = combined([*self.applied(), *([routed] if routed else [])])
         heads = [str(head) for mask in masks for head in mask.heads_of(self.model_map)]
         return ServedVariant(adapter_name(heads), tuple(heads)) if heads else UNPRUNED
 
-    def variants(self) -> list[ServedVariant]:
-        """Return all variants that requests may need."""
-        return list(dict.fromkeys(map(self.variant, self.router.pool if self.router else [DENSE])))
-
     def adapter_hashes(self, variant: ServedVariant) -> dict[str, str]:
         """Return the hashes of a variant's adapters: of the folder `adapters=` or `lora=`."""
-        if variant.name in self.lora or not (self.adapters and variant.heads):
-            return self.lora if variant.name in self.lora else {}
+        if self.lora or not (self.adapters and variant.heads):
+            return self.lora
         is_composed = self.kind.adapter_list and variant.name not in self.adapters
         names = variant.heads if is_composed else (variant.name,)
         if missing := [name for name in names if name not in self.adapters]:
@@ -289,27 +291,23 @@ class PrunedServerLM(PrunedLM, LocalCompletionsAPI):
     @cached_property
     def identity(self) -> dict[str, Any]:
         """Return the parts of the model that answers depend on, except the variant, as JSON."""
-        answer_options = self.options.given(*_ANSWER_OPTIONS)
-        if self.options.template_arguments:
-            answer_options["template"] = self.options.template_arguments
-        identity = {
-            "config": config_fingerprint(self.config),
-            "tokenizer": tokenizer_fingerprint(self.tokenizer),
-            "generation_config": self.checkpoint.generation_digest,
-            "dtype": self.dtype,
-            "arguments": {name: str(value) for name, value in sorted(answer_options.items())},
-            "server": self.kind.name + ("-chat" if self.chat else ""),
-            "checkpoint": self.base,
-        }
-        # models of one file name in several folders can be several trainings
-        return {**identity, "served": self.served.identity} if self.kind.adapter_list else identity
+        arguments: dict[str, Any] = self.options.given(*_ANSWER_OPTIONS)
+        arguments |= {"template": self.chat_template_args} if self.chat_template_args else {}
+        fingerprint, generation = tokenizer_fingerprint(self.tokenizer), self.checkpoint.generation_config
+        return identity_of(
+            *(self.config, self.tokenizer, fingerprint, generation, self.dtype, arguments),
+            server=self.kind.name + ("-chat" if self.chat else ""),
+            checkpoint=self.base,
+            # models of one file name in several folders can be several trainings
+            served=self.served.identity if self.kind.adapter_list else None,
+        )
 
     @property
     def outcome_identity(self) -> dict[str, Any]:
         """Return the hashes of the adapters, on which outcomes depend beside `identity`."""
         if not self.adapters:
             raise InputError("a sweep on a server needs the adapters' content: give adapters=FOLDER in model_args")
-        hashes = [item for variant in self.variants() for item in self.adapter_hashes(variant).items()]
+        hashes = [item for variant in self.variants for item in self.adapter_hashes(variant).items()]
         return {"adapters": dict(sorted(hashes))}
 
     @property
@@ -318,7 +316,6 @@ class PrunedServerLM(PrunedLM, LocalCompletionsAPI):
         return {**code_versions("lm_eval"), "answering": SERVED_ANSWERING}
 
     def sampling_key(self, request: Any, repeat: int) -> list[Any]:
-        """Return the seed of an attempt."""
         return [sampling_seed(self.seed, repeat)]
 
     def key_parts(
@@ -340,66 +337,26 @@ class PrunedServerLM(PrunedLM, LocalCompletionsAPI):
         return parts
 
     def get_model_info(self) -> dict[str, Any]:
-        """Return the section `pruning` of the results file."""
         masks: Any = self.arguments.interventions
         heads = [head for mask in masks for head in mask.resolve(self.model_map).heads]
         info: dict[str, Any] = {"created_by": CREATED_BY, **self.identity, "heads": heads}
-        if self.lora:
-            info["lora"] = self.lora
-        if self.adapters:
-            info["adapters"] = {name: adapter["hash"] for name, adapter in self.adapters.items()}
-        if self.router:
-            info["router"] = self.router.info
-        return {"pruning": info}
-
-    # ------------------------------------------------------------------ what lm-eval's class asks for
-
-    def tok_encode(
-        self, string: str, add_special_tokens: bool | None = None, left_truncate_len: int | None = None, **_: Any
-    ) -> list[int]:
-        """Return the tokens of a text, as `hf` tokenizes prompts."""
-        return list(HFLM.tok_encode(self, string, add_special_tokens, left_truncate_len))
-
-    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> Any:
-        """Return a chat as a text, by the tokenizer's chat template."""
-        return HFLM.apply_chat_template(self, chat_history, add_generation_prompt)
-
-    @property
-    def tokenizer_name(self) -> str:
-        """Return a key for lm-eval's cache of requests."""
-        return str(self.tokenizer.name_or_path).replace("/", "__")
-
-    def create_message(self, messages: Any, generate: bool = False) -> Any:
-        """Return the one request of a batch."""
-        return messages[0]
-
-    def _create_payload(self, messages: Any, **_: Any) -> dict[str, Any]:
-        return {**messages.payload(), **self.kind.variant_fields(self.served, messages.variant)}
-
-    @staticmethod
-    def parse_generations(outputs: Any, **_: Any) -> list[Any]:
-        """Return the body of a response, which `Request.parse` reads."""
-        return [outputs]
+        hashes = {name: adapter["hash"] for name, adapter in self.adapters.items()}
+        about = {"lora": self.lora, "adapters": hashes, "router": self.router and self.router.info}
+        return {"pruning": info | {name: value for name, value in about.items() if value}}
 
     # ------------------------------------------------------------------ sending
 
     def send(self, requests: Sequence[Request]) -> list[Any]:
         """Send requests variant by variant, so that few adapters are in use at a time; return their results.
 
-        `InputError` after all others have been answered if some fail for good; at once if the server is gone.
+        `InputError` if one fails for good, or if the server is gone; what was answered before is stored.
         """
         ordered = sorted(requests, key=lambda request: str(request.variant))
         self._stopped, self._is_known = None, False
-        for start in range(0, len(ordered), AT_ONCE):
-            part = ordered[start : start + AT_ONCE]
-            asyncio.run(self.get_batched_requests(part, [None] * len(part)))
-            if self._stopped:
-                raise self._stopped
-        if failed := [request for request in ordered if request.error]:
-            raise InputError(
-                f"{len(failed)} of {len(requests)} requests to {self.url} failed, the first is {failed[0].name} under "
-                f"{failed[0].variant}: {first_line(failed[0].error, 400)}; the others were answered"
-            )
+        with as_input_error(f"{self.url} has failed: start it, and run the same command again; responses= resumes it"):
+            asyncio.run(self.get_batched_requests(ordered, [None] * len(ordered)))
+        if self._stopped:
+            raise self._stopped
         return [request.result for request in requests]
 
     async def amodel_call(self, session: Any, sem: Any, messages: list[Any], **_: Any) -> list[Any]:
@@ -409,78 +366,51 @@ class PrunedServerLM(PrunedLM, LocalCompletionsAPI):
             if self._stopped:
                 return [None]
             try:
-                if not self._is_known:
-                    await self._check_served(session)
-                    self._is_known = True
-                (body,) = await super().amodel_call(session, asyncio.Semaphore(), messages)
-                if self.kind.adapter_list:  # such answers do not name adapters, whose numbers may have changed
-                    await self._check_served(session)
-                if self.kind.echoes_model and body["model"] != self._create_payload(request)["model"]:
+                if not self._is_known and self._list() != self.served:
+                    raise InputError(f"{self.url} has another model or other adapters than at the start of this run")
+                self._is_known = True
+                payload = {**request.payload(), **self.kind.variant_fields(self.served, request.variant)}
+                async with session.post(self.url + self.path, json=payload, headers=self.header) as response:
+                    body = await response.json(content_type=None)
+                if response.status in range(400, 500) and response.status not in (408, 429):  # it rejects the request
+                    raise InputError(f"{self.url} refuses {request.name} under {request.variant}: {body}"[:400])
+                response.raise_for_status()
+                # llama.cpp does not name the adapters of an answer
+                if not self.kind.adapter_list and body["model"] != payload["model"]:
                     raise ValueError(f"it answered as {str(body['model'])[:100]}")
                 request.result = request.parse(body)
-            except InputError as error:
-                request.error = error
-            except Exception as error:
-                request.failures, self._is_known = request.failures + 1, False
-                status = getattr(error, "status", 0)
-                is_rejected = 400 <= status < 500 and status not in (408, 429)
-                if request.failures < self.max_retries and not is_rejected:
-                    raise
-                request.error = error
-                if isinstance(error, aiohttp.ClientConnectorError):
-                    self._stopped = InputError(
-                        f"the server {self.url} has failed ({first_line(error)}): start it and run the same command "
-                        f"again; with responses=FOLDER it resumes"
-                    )
-            else:
-                try:
-                    request.done(request.result)
-                except InputError as error:  # the disk is full
-                    self._stopped = error
+                request.done(request.result)
+            except InputError as error:  # it would be the same again
+                self._stopped = error
+            except Exception:
+                self._is_known = False
+                raise
         return [None]
 
-    async def _check_served(self, session: Any) -> None:
-        """Stop if the server has another model or other adapters than at the start."""
-        listed = await self._list(session)
-        if (listed.identity, listed.adapter_ids) != (self.served.identity, self.served.adapter_ids):
-            self._stopped = InputError(f"{self.url} has another model or other adapters ({listed.root})")
-            raise self._stopped
-
-    async def _list(self, session: Any) -> ServedModel:
-        paths = filter(None, ("/v1/models", self.kind.adapter_list))
-        bodies = [await self._json(session, path) for path in paths]
+    def _list(self) -> ServedModel:
+        bodies = [self._ask(path) for path in ("/v1/models", self.kind.adapter_list) if path]
         return self.kind.parse_listing(bodies[0], bodies[-1], self.options.model)
 
-    async def _json(self, session: Any, path: str, payload: Any = None) -> Any:
-        method = "GET" if payload is None else "POST"
-        async with session.request(method, f"{self.url}{path}", json=payload, headers=self.header) as response:
-            response.raise_for_status()
-            return await response.json()
-
-    def _ask(self, call: Callable[[Any], Any]) -> Any:
-        """Run a coroutine function of a session, before there are requests."""
-
-        async def run() -> Any:
-            connector = aiohttp.TCPConnector(ssl=self.verify_certificate)
-            timeout = aiohttp.ClientTimeout(total=min(self.timeout, 60))
-            async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
-                return await call(session)
-
-        with as_input_error(f"{self.url} does not answer: start it, or give another base_url= or server="):
-            return asyncio.run(run())
+    def _ask(self, path: str, payload: Any = None) -> Any:
+        """Return the server's answer to anything but a completion."""
+        trusted = self.options.ca_cert_path or True if self.options.verify_certificate else False
+        settings: dict[str, Any] = {"headers": self.header, "verify": trusted, "timeout": min(self.timeout, 60)}
+        settings["proxies"] = {"http": "", "https": ""}  # completions do not read the environment either
+        response = http.request("GET" if payload is None else "POST", f"{self.url}{path}", json=payload, **settings)
+        response.raise_for_status()
+        return response.json()
 
     # ------------------------------------------------------------------ answers
 
     def check_requests(self, kind: str, requests: list[Any]) -> None:
         """Refuse log-likelihoods if the server does not return the log-probabilities of a prompt."""
-        if kind != "generate_until" and (not self.kind.scores_prompts or self.chat):
+        if kind != "generate_until" and (self.kind.adapter_list or self.chat):
             source = "a chat" if self.chat else f"server={self.kind.name}"
             raise InputError(
                 f"task {requests[0].task_name} scores given texts, and {source} does not: use server=vllm, or pruned-hf"
             )
 
     def compute(self, pending: PendingRequests, disable_tqdm: bool) -> list[Any]:
-        """Answer by the server."""
         if pending.kind == "generate_until":
             rows = zip(pending.requests, pending.repeats, pending.keys, strict=True)
             return [text for text, _ in self.send([self._generating(*row, pending.add) for row in rows])]
@@ -521,7 +451,7 @@ class PrunedServerLM(PrunedLM, LocalCompletionsAPI):
             if answer is None:
                 logger.warning("%s: an answer without text counts as empty and is not stored; more max_gen_toks?", name)
                 return "", {"is_answer": False}
-            answer = answer.removeprefix(beginning if self.kind.repeats_beginning else "")
+            answer = answer.removeprefix(beginning if self.kind.adapter_list else "")  # llama.cpp repeats it
             text = postprocess_generated_text(answer, until, self.think_end_token)
             count = (body.get("usage") or {}).get("completion_tokens")
             if not isinstance(count, int) or not 0 <= count < 1 << 31 or None in reasons:
@@ -568,8 +498,6 @@ class PrunedServerLM(PrunedLM, LocalCompletionsAPI):
         tokens = [*context, *continuation][-self.max_length :]
         length = len(tokens) - len(continuation)
         name = f"the text that ends in {''.join(texts)[-60:]!r}" if texts else "a text"
-        if length < 1:
-            raise InputError(f"{name}: {len(continuation)} tokens are too many for max_length={self.max_length}")
         payload = {"prompt": tokens, "max_tokens": 1, "temperature": 0, "logprobs": 1, "echo": True}
         payload |= {"return_tokens_as_token_ids": True}  # different tokens can have the same text
 
@@ -594,6 +522,7 @@ class PrunedServerLM(PrunedLM, LocalCompletionsAPI):
 class PrunedServerChatLM(PrunedServerLM):
     """Sends chats, to which the server applies its own chat template; for `--apply_chat_template`."""
 
+    path = "/v1/chat/completions"
     chat = True
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> Any:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import os
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -79,11 +80,9 @@ def model_identity(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
         parts[key] = argument_identity(key, value)
         if key == "pretrained":  # by its content or commit; by its name if neither is here
             source = {key: arguments[key] for key in ("revision", "subfolder", "gguf_file") if arguments.get(key)}
-            try:
+            with suppress(InputError):
                 files = configuration_files(value, source.get("subfolder", ""))
                 parts[key] = [checkpoint_identity(value, **source), *map(content_digest, files)]
-            except InputError:
-                parts[key] = str(value)
         elif isinstance(value, str) and key != "model" and os.access(value, os.R_OK):  # `model`: a served one's name
             parts[key] = {"content": content_digest(value)}
     return {"lm": name, "arguments": parts}

@@ -1,4 +1,4 @@
-"""Kinds of servers, options and requests of `pruned-server`, and the record by which a served model is known again.
+"""Kinds of servers and options of `pruned-server`, and the record by which a served model is known again.
 
 A served variant is the base model with an adapter that prunes heads (`lmeval-prune export adapter`).
 """
@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import math
 import re
-import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 from urllib.parse import urlsplit
 
 from typing_extensions import TypedDict
@@ -29,7 +28,7 @@ class ServerOptions(Settings):
 
     # server
     base_url: str | None = None  # address of the server, e.g. `http://localhost:8000`
-    server: Literal["vllm", "sglang", "llamacpp"] = "vllm"  # its kind
+    server: Literal["vllm", "llamacpp"] = "vllm"  # its kind
     num_concurrent: Count = 64  # requests at a time
     max_retries: Count = 8  # times that a request is sent, at most
     timeout: Count = 600  # seconds for a request and its complete response
@@ -65,8 +64,6 @@ class ServerOptions(Settings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.base_url:
-            raise InputError("name a server: --model_args base_url=http://HOST:PORT")
         if self.think_end_token and self.think_end_token.isdigit():  # no answer of a server has a number in its place
             raise InputError(f"think_end_token={self.think_end_token} is a number; give the token's text")
 
@@ -76,12 +73,6 @@ class ServerOptions(Settings):
         address = urlsplit(str(self.base_url).strip())
         path = re.sub(r"(/v1)?(/(chat/)?completions)?/*$", "", address.path)
         return f"{address.scheme}://{address.netloc}{path}"
-
-    @property
-    def template_arguments(self) -> dict[str, Any]:
-        """Return the arguments of the chat template."""
-        thinking = {} if self.enable_thinking is None else {"enable_thinking": self.enable_thinking}
-        return {**(self.chat_template_args or {}), **thinking}
 
     def given(self, *names: str) -> dict[str, Any]:
         """Return some of the options, except those left at None."""
@@ -105,8 +96,7 @@ def without_server(arguments: Mapping[str, Any]) -> dict[str, Any]:
 # ---------------------------------------------------------------------- kinds
 
 
-@dataclass(frozen=True)
-class ServedVariant:
+class ServedVariant(NamedTuple):
     """A variant of the model on a server."""
 
     name: str = ""  # of its adapter; empty for the unpruned model
@@ -125,30 +115,25 @@ class ServedModel:
 
     name: str
     root: str | None = None  # path it was loaded from; llama.cpp: name of its file, with its parameters and bytes
-    max_length: int | None = None  # tokens of prompt and answer together
+    max_length: int | None = field(default=None, compare=False)  # tokens of prompt and answer together
     adapter_ids: dict[str, int] = field(default_factory=dict)  # adapter → its number (llama.cpp)
 
     @property
     def identity(self) -> str:
-        """Return the name and the root."""
         return f"{self.name}: {self.root}"
 
 
 class ServerKind:
-    """vLLM, and the base class of other kinds of servers.
-
-    All kinds answer `/v1/completions`, `/v1/chat/completions` and `/v1/models`.
-    """
+    """vLLM, and the base class of other kinds: all answer `/v1/completions`, `/v1/chat/completions`, `/v1/models`."""
 
     name = "vllm"  # value of `server=`
-    scores_prompts = True  # whether responses can include the log-probabilities of the prompt
-    echoes_model = True  # whether responses name the variant that computed them
-    adapter_list: str | None = None  # path that lists the adapters; None where they are listed as models
+    # path that lists the adapters; None: they are models, which responses name, with log-probabilities of the prompt
+    adapter_list: str | None = None
+    tokenize_fields = ("prompt", "add_special_tokens")  # of a `/tokenize` request
     # settings that request the log-probabilities of generated tokens
     logprob_settings: ClassVar[Mapping[str, Any]] = {"logprobs": 1}
     # settings that continue the last message of a chat, if it is the beginning of the answer
     continuation: ClassVar[Mapping[str, Any]] = {"add_generation_prompt": False, "continue_final_message": True}
-    repeats_beginning = False  # whether an answer that continues a message begins with it
     generation_settings = frozenset(  # that it supports, in lm-eval's names
         {
             *("temperature", "top_k", "top_p", "min_p", "ignore_eos", "logit_bias", "min_tokens", "stop_token_ids"),
@@ -168,41 +153,24 @@ class ServerKind:
             raise InputError(f"this is not a server of `server={self.name}`: give server={software.pop()}")
         if name not in cards and (name or len(cards) != 1):
             raise InputError(f"the server has {first_few(cards, 'no model')}; name one of them with model=")
-        return self._parse_card(cards[name or next(iter(cards))])
-
-    def _parse_card(self, card: Mapping[str, Any]) -> ServedModel:
+        card = cards[name or next(iter(cards))]
         return ServedModel(str(card["id"]), card.get("root"), card.get("max_model_len"))
-
-    def tokenize_payload(self, model: ServedModel, text: str) -> dict[str, Any]:
-        """Return the `/tokenize` request for a text without special tokens."""
-        return {"model": model.name, "prompt": text, "add_special_tokens": False}
 
     def sampling_fields(self, settings: Mapping[str, Any], is_sampled: bool, length: int) -> dict[str, Any]:
         """Return the request fields for generation settings; `length` is the most tokens of prompt and answer.
 
-        Penalties are always sent: a server applies defaults of its own to what a request leaves out (vLLM and SGLang:
-        those of the served model's generation config; llama.cpp: those of its command).
+        Penalties are always sent: a server applies defaults of its own to what a request leaves out (vLLM: those of
+        the served model's generation config; llama.cpp: those of its command).
         """
         return {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0, **settings}
-
-
-class SGLang(ServerKind):
-    """SGLang: an adapter is `MODEL:ADAPTER`."""
-
-    name, scores_prompts, echoes_model = "sglang", False, False
-
-    def variant_fields(self, model: ServedModel, variant: ServedVariant) -> dict[str, Any]:
-        """Return the model's name, with the adapter's after a colon."""
-        return {"model": f"{model.name}:{variant.name}" if variant.name else model.name}
 
 
 class LlamaCpp(ServerKind):
     """llama.cpp: adapters have ids and can be combined; an adapter that a request does not mention is applied."""
 
-    name, scores_prompts, echoes_model, adapter_list = "llamacpp", False, False, "/lora-adapters"
+    name, adapter_list, tokenize_fields = "llamacpp", "/lora-adapters", ("content", "add_special")
     logprob_settings: ClassVar[Mapping[str, Any]] = {"logprobs": 1, "n_probs": 1}
     continuation: ClassVar[Mapping[str, Any]] = {}  # it continues without being told
-    repeats_beginning = True
     generation_settings = ServerKind.generation_settings - {"min_tokens", "stop_token_ids"}
 
     def variant_fields(self, model: ServedModel, variant: ServedVariant) -> dict[str, Any]:
@@ -220,26 +188,20 @@ class LlamaCpp(ServerKind):
     def parse_listing(self, models: Mapping[str, Any], adapters: Any, name: str | None) -> ServedModel:
         """Parse the lists; an adapter is named by its file, or by the folder of an `adapter.gguf`."""
         model = super().parse_listing(models, adapters, name)
+        facts = next(card for card in models["data"] if card["id"] == model.name).get("meta") or {}
+        model.root = re.split(r"[/\\]", model.name)[-1]  # also of another system
+        if "n_params" in facts:
+            model.root += f", {facts['n_params']} parameters in {facts['size']} bytes"
+        # of a slot, and of the file: the window of a model that llama.cpp computes without a sliding window
+        lengths = [int(facts[key]) for key in ("n_ctx", "n_ctx_train") if facts.get(key) is not None]
+        model.max_length = min(lengths, default=None)
         for adapter in adapters:
-            path = re.split(r"[/\\]", adapter["path"])  # also of another system
+            path = re.split(r"[/\\]", adapter["path"])
             own = path[-2] if len(path) > 1 and path[-1] == "adapter.gguf" else path[-1].removesuffix(".gguf")
             if own in model.adapter_ids:
                 raise InputError(f"the server has two adapters {own}; start it with one of them")
             model.adapter_ids[own] = int(adapter["id"])
         return model
-
-    def _parse_card(self, card: Mapping[str, Any]) -> ServedModel:
-        facts = card.get("meta") or {}
-        root = re.split(r"[/\\]", card["id"])[-1]
-        if "n_params" in facts:
-            root = f"{root}, {facts['n_params']} parameters in {facts['size']} bytes"
-        # of a slot, and of the file: the window of a model that llama.cpp computes without a sliding window
-        lengths = [int(facts[key]) for key in ("n_ctx", "n_ctx_train") if facts.get(key) is not None]
-        return ServedModel(str(card["id"]), root, min(lengths, default=None))
-
-    def tokenize_payload(self, model: ServedModel, text: str) -> dict[str, Any]:
-        """Return the `/tokenize` request for a text without special tokens."""
-        return {"content": text, "add_special": False}
 
     def sampling_fields(self, settings: Mapping[str, Any], is_sampled: bool, length: int) -> dict[str, Any]:
         """Return the settings in llama.cpp's names, and the order of `hf`.
@@ -253,43 +215,7 @@ class LlamaCpp(ServerKind):
         return {**penalty, "mirostat": 0, "dynatemp_range": 0.0, "samplers": order, **fields}
 
 
-KINDS: dict[str, ServerKind] = {kind.name: kind for kind in (ServerKind(), SGLang(), LlamaCpp())}
-
-
-# ---------------------------------------------------------------------- requests
-
-SAMPLING_DEFAULTS = {"temperature": 1.0, "top_k": 50, "top_p": 1.0, "min_p": 0.0}  # of `hf`
-NO_EFFECT = {
-    **{"num_beams": 1, "num_return_sequences": 1, "repetition_penalty": 1.0, "no_repeat_ngram_size": 0},
-    **{"renormalize_logits": True, "remove_invalid_values": True},
-}
-MAX_LOG_PROBABILITY = 0.01  # rounding can make a log-probability slightly positive
-
-
-@dataclass(eq=False)
-class Request:
-    """A request to the server."""
-
-    name: str  # for messages
-    variant: ServedVariant
-    payload: Callable[[], dict[str, Any]]  # builds the body, without the fields that name the variant
-    parse: Callable[[dict[str, Any]], Any]  # extracts the result; `InputError` if another answer would be the same
-    done: Callable[[Any], None] = lambda result: None  # called with the result as soon as it arrives
-    result: Any = None
-    failures: int = 0
-    error: Any = None  # of the last failure, if the request is given up
-
-
-def sampling_seed(seed: int, attempt: int) -> int:
-    """Return the seed of an attempt; runs with neighbouring seeds draw differently."""
-    return int(digest([seed, attempt]), 16) & 0x7FFFFFFF
-
-
-def log_probability(value: Any) -> float:
-    """Return a value if it is a log-probability; `InputError` otherwise (NaN, infinite, null, text)."""
-    if type(value) not in (int, float) or not -sys.float_info.max <= value <= MAX_LOG_PROBABILITY:
-        raise InputError(f"a log-probability is {repr(value)[:40]}, not a number up to 0; does the model overflow?")
-    return float(value)
+KINDS: dict[str, ServerKind] = {kind.name: kind for kind in (ServerKind(), LlamaCpp())}
 
 
 # ---------------------------------------------------------------------- record

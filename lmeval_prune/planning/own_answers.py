@@ -157,20 +157,20 @@ class Answerer:
 
 
 def text_source(
-    skeleton: Any, tokenizer: Any, options: TextOptions, responses: Path
+    skeleton: Any, tokenizer: Any, options: TextOptions, responses: Path, source: Any = None
 ) -> Callable[[Any], tuple[CalibrationText, Renew | None]]:
     """Return a function that gives a model with its weights its text, and the function that renews the text.
 
     Without a renewal all steps read the same. `InputError` if the skeleton, a model perhaps without weights, cannot
-    read or answer.
+    read or answer. `source`: see `read_calibration`.
     """
     if options.calibrate_on == "own":
-        own = OwnText(skeleton, tokenizer, options, responses)
+        own = OwnText(skeleton, tokenizer, options, responses, source)
         return lambda model: (own.of(model), own.renewed(model))
     check_length(skeleton, options.window)
     reading = (options.windows, options.window, options.batch, options.seed)
     tokenisation = (options.apply_chat_template, options.add_bos_token)
-    text = read_calibration(tokenizer, options.text, options.task, *reading, *tokenisation)
+    text = read_calibration(tokenizer, options.text, options.task, *reading, *tokenisation, source)
     return lambda model: (text, None)
 
 
@@ -178,17 +178,17 @@ class OwnText:
     """Calibration text of a model's own answers to training questions of a task.
 
     Args:
-        skeleton: the model, perhaps without weights.
-        tokenizer: of the model.
+        skeleton, tokenizer: the model, perhaps without weights, and its tokenizer.
         options: task, number of questions, sampling.
         responses: folder of the answer store.
+        source: the task and its training documents; None: they are read now.
     """
 
-    def __init__(self, skeleton: Any, tokenizer: Any, options: TextOptions, responses: Path) -> None:
+    def __init__(self, skeleton: Any, tokenizer: Any, options: TextOptions, responses: Path, source: Any) -> None:
         if not (model_map := map_model(skeleton)).predicts_next_token:
             raise InputError(f"own answers need a causal language model; this {model_map.model_type} model is none")
         self.options = options
-        task, documents = training_documents(str(options.task))
+        task, documents = source or training_documents(str(options.task))
         check_generative(task)
         numbers = list(range(len(documents)))
         random.Random(options.seed).shuffle(numbers)

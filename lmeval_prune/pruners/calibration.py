@@ -233,21 +233,23 @@ def read_calibration(
     seed: int = 0,
     apply_chat_template: bool = False,
     add_bos_token: bool | None = None,
+    source: Any = None,
 ) -> CalibrationText:
     """Read calibration windows.
 
     The paragraphs of a text file, the texts of a .jsonl file, or a task's training problems with their answers, are
     shuffled and concatenated. The result is cut into windows, and each gets the special tokens of a prompt. Arguments
-    as in `TextOptions`.
+    as in `TextOptions`; `source` is what `training_documents` or `read_texts` has returned, if it was read before.
     """
     if text is None:
-        loaded, pieces = training_documents(str(task))
+        loaded, documents = source or training_documents(str(task))
+        pieces = list(documents)
         to_text: Callable[[Any], str] = partial(_written, loaded, chat=tokenizer if apply_chat_template else None)
         name = f"training split of {task}"
     elif apply_chat_template:
         raise InputError("a text file has no turns; leave out --apply_chat_template, or give --task NAME")
     else:
-        texts, to_text, name = read_texts(Path(text)), str, f"file {Path(text).name}"
+        texts, to_text, name = source or read_texts(Path(text)), str, f"file {Path(text).name}"
         paragraphs = texts if text.endswith(".jsonl") else texts[0].split("\n\n")
         pieces = [f"{paragraph.strip()}\n\n" for paragraph in paragraphs if paragraph.strip()]
     random.Random(seed).shuffle(pieces)
@@ -261,12 +263,10 @@ def read_calibration(
     rows, unread = every[:windows], every[windows : windows + UNREAD]
     if not rows:
         raise InputError(
-            f"the calibration text ({name}) has {len(ids)} tokens, less than a window of {tokens}; give fewer --tokens"
+            f"the text ({name}) has {len(ids)} tokens, less than a window of {tokens}; give fewer --tokens"
         )
     if len(rows) < windows:
-        logger.warning(
-            "the calibration text (%s) gives %d of %d windows of %d tokens", name, len(rows), windows, tokens
-        )
+        logger.warning("the text (%s) gives %d of %d windows of %d tokens", name, len(rows), windows, tokens)
     special = {"before": tokenizer.convert_ids_to_tokens(before), "after": tokenizer.convert_ids_to_tokens(after)}
     tokenisation = {"special_tokens": special, "apply_chat_template": apply_chat_template}
     calibration = CalibrationText.from_windows(name, torch.tensor(rows), batch, tokenisation=tokenisation)

@@ -357,6 +357,24 @@ def test_another_model_or_order_of_adapters_in_the_place_of_a_server_is_not_aske
         assert len(stub.payloads) == 1
 
 
+def test_answers_of_llamacpp_after_its_adapters_changed_places_are_not_stored(
+    tiny_folder: Path, tmp_path: Path
+) -> None:
+    """No request fails: another server has taken the place between two answers."""
+    with Stub(tiny_folder, HEADS, "llamacpp") as stub:
+        lm = served(tiny_folder, stub, heads="L0H1", num_concurrent=1, responses=str(tmp_path))
+
+        def fault(number: int, payload: dict) -> None:
+            if len(list(read_answers(tmp_path))) == 1:
+                stub.adapters = ("L0H0", "L0H3", "L0H2", "L0H1", "L1H2")
+
+        stub.fault = fault
+        with pytest.raises(InputError):
+            lm.generate_until([text(context, number) for number, context in enumerate(("a b", "c d", "e f"))])
+        lm.close()
+    assert len(list(read_answers(tmp_path))) == 1
+
+
 # ---------------------------------------------------------------------- requests and stored answers
 
 

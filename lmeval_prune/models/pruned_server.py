@@ -366,8 +366,8 @@ class PrunedServerLM(PrunedLM, LocalCompletionsAPI):
             if self._stopped:
                 return [None]
             try:
-                if not self._is_known and self._list() != self.served:
-                    raise InputError(f"{self.url} has another model or other adapters than at the start of this run")
+                if not self._is_known:
+                    self._check_served()
                 self._is_known = True
                 payload = {**request.payload(), **self.kind.variant_fields(self.served, request.variant)}
                 async with session.post(self.url + self.path, json=payload, headers=self.header) as response:
@@ -375,8 +375,9 @@ class PrunedServerLM(PrunedLM, LocalCompletionsAPI):
                 if response.status in range(400, 500) and response.status not in (408, 429):  # it rejects the request
                     raise InputError(f"{self.url} refuses {request.name} under {request.variant}: {body}"[:400])
                 response.raise_for_status()
-                # llama.cpp does not name the adapters of an answer
-                if not self.kind.adapter_list and body["model"] != payload["model"]:
+                if self.kind.adapter_list:  # such answers do not name their adapters, whose numbers may have changed
+                    self._check_served()
+                elif body["model"] != payload["model"]:
                     raise ValueError(f"it answered as {str(body['model'])[:100]}")
                 request.result = request.parse(body)
                 request.done(request.result)
@@ -386,6 +387,10 @@ class PrunedServerLM(PrunedLM, LocalCompletionsAPI):
                 self._is_known = False
                 raise
         return [None]
+
+    def _check_served(self) -> None:
+        if self._list() != self.served:
+            raise InputError(f"{self.url} has another model or other adapters than at the start of this run")
 
     def _list(self) -> ServedModel:
         bodies = [self._ask(path) for path in ("/v1/models", self.kind.adapter_list) if path]

@@ -56,7 +56,6 @@ class Intervention(Settings, ABC):
 
     @classmethod
     def message_prefix(cls) -> str:
-        """Return the method's name before a field's in messages: `METHOD.`."""
         return f"{method_name(cls)}."
 
     def resolve(self, model_map: ModelMap) -> Self:

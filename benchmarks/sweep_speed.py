@@ -473,13 +473,11 @@ def factors(work: Work, pairs: Pairs, repeats: int) -> dict[str, Any]:
             pairs, work.engine(Schedule(refill=False), max_rows=16)
         ),
         "3 on, 16 rows": lambda: work.by_engine(pairs, work.engine(max_rows=16)),
-        "5 off: no lookup drafts": lambda: work.by_engine(pairs, work.engine(Schedule(drafts=0))),
-        "5 without a budget: drafts for all rows": lambda: work.by_engine(pairs, work.engine(Schedule(budget=100_000))),
-        "6 off: followers share the prompt, not the answer": lambda: work.by_engine(
+        "5 off: followers share the prompt, not the answer": lambda: work.by_engine(
             pairs, work.engine(Schedule(follow=0))
         ),
-        "7 off: no common prefixes": lambda: work.by_engine(pairs, work.engine(Schedule(prefix=0))),
-        "8 off: PyTorch's attention in each step": lambda: by_sdpa(work, pairs),
+        "6 off: no common prefixes": lambda: work.by_engine(pairs, work.engine(Schedule(prefix=0))),
+        "7 off: PyTorch's attention in each step": lambda: by_sdpa(work, pairs),
     }
     work.by_engine(pairs[:9], work.engine())  # whatever is slow only once
     seconds: dict[str, list[float]] = defaultdict(list)

@@ -21,7 +21,7 @@ from lmeval_prune.architectures import map_model
 from lmeval_prune.decoding import Engine, Request, SamplingParams, Schedule, Stopping
 from lmeval_prune.decoding.kv_cache import KVCache
 from lmeval_prune.decoding.sampling import Sampler, cumulative_distribution, draw, near_tied_argmax
-from lmeval_prune.decoding.scheduler import NgramIndex, Scheduler
+from lmeval_prune.decoding.scheduler import Scheduler
 from lmeval_prune.interventions import HeadMask
 from lmeval_prune.interventions.token_filter import TokenFilter
 
@@ -99,7 +99,7 @@ MORE = ("gpt2", "gemma3_text", "cohere2", "mixtral", "gptj", "codegen", *BY_GENE
 def test_every_family_gives_what_generate_gives(family: str) -> None:
     """Those that the engine does not run fall back; the answers are `generate`'s all the same."""
     model = model_of(family)
-    engine = Engine(model, Letters(), max_rows=5, schedule=Schedule(budget=12))
+    engine = Engine(model, Letters(), max_rows=5)
     assert (engine.unsupported is not None) == (family in BY_GENERATE), engine.unsupported
     requests = some_requests(model, seed=1)
     result = answers(engine, requests)
@@ -123,7 +123,7 @@ def test_every_family_gives_what_generate_gives(family: str) -> None:
 def test_sliding_windows(family: str, changes: dict[str, Any]) -> None:
     """Answers longer than the window, so that it hides keys."""
     model = model_of(family, **changes)
-    engine = Engine(model, Letters(), max_rows=5, schedule=Schedule(budget=12))
+    engine = Engine(model, Letters(), max_rows=5)
     assert engine.unsupported is None
     requests = some_requests(model, seed=2, longest=20)
     result = answers(engine, requests)
@@ -142,8 +142,6 @@ def test_sliding_windows(family: str, changes: dict[str, Any]) -> None:
             "follow": st.sampled_from([0, 1, 3, 16]),
             "share": st.booleans(),
             "refill": st.booleans(),
-            "drafts": st.sampled_from([0, 1, 8]),
-            "budget": st.sampled_from([0, 6, 40]),
         }
     ),
 )
@@ -171,14 +169,13 @@ def test_a_compiled_model_runs_eagerly(mask: HeadMask | None) -> None:
     assert answers(engine, requests) == expected and len(passes) == 1
 
 
-def test_drafts_and_followers_are_used() -> None:
+def test_followers_are_used() -> None:
     """What the other tests compare did run on every path."""
     model = model_of("llama")
-    engine = Engine(model, Letters(), max_rows=4, schedule=Schedule(budget=20), deterministic=True)
+    engine = Engine(model, Letters(), max_rows=4, deterministic=True)
     answers(engine, some_requests(model, seed=3, prompts=6))
     done = engine.statistics
-    assert min(done.followed, done.follow_tokens, done.steps, done.drafted, done.draft_accepted) > 0
-    assert done.step_tokens > done.step_rows
+    assert min(done.followed, done.follow_tokens, done.steps) > 0
 
 
 def test_layers_below_the_first_pruned_one_do_not_run_for_followers() -> None:
@@ -416,9 +413,7 @@ def test_a_draw_depends_on_the_seed_alone_not_on_neighbours() -> None:
         Request((5, 6, 7), HeadMask("L1H1") if seed % 2 else None, sampled, seed, tag=seed) for seed in range(8)
     ]
     first = answers(Engine(model, max_rows=3), requests)
-    again = answers(
-        Engine(model, max_rows=8, schedule=Schedule(follow=0, drafts=0, share=False)), list(reversed(requests))
-    )
+    again = answers(Engine(model, max_rows=8, schedule=Schedule(follow=0, share=False)), list(reversed(requests)))
     assert first == again and len(set(map(tuple, first.values()))) > 4
 
 
@@ -430,7 +425,7 @@ def test_samples_of_a_question_cost_one_prompt(follow: int) -> None:
     for count in (1, 6):
         sampled = SamplingParams(8, do_sample=True, temperature=1.2)
         requests = [Request(prompt, params=sampled, seed=seed) for seed in range(count)]
-        engine = Engine(model, schedule=Schedule(drafts=0, follow=follow))
+        engine = Engine(model, schedule=Schedule(follow=follow))
         answers = [answer for _, answer in engine.decode([Request(prompt, params=SamplingParams(8)), *requests])]
         decoded = sum(len(answer) - 1 for answer in answers)  # the last token of an answer is not run
         layers[count] = engine.statistics.layer_tokens
@@ -536,35 +531,18 @@ def test_a_stop_text_is_found_however_the_answer_spells_it() -> None:
 # --------------------------------------------------------------------------- parts
 
 
-def test_lookup_proposes_what_followed_the_longest_run() -> None:
-    lookup = NgramIndex()
-    lookup.add([1, 2, 3, 4, 5, 9, 3, 4, 7, 8])
-    assert lookup.propose([2, 3, 4], 3) == (3, [5, 9, 3])
-    assert lookup.propose([0, 3, 4], 2) == (2, [7, 8])  # the later of two
-    assert lookup.propose([8, 1], 2) == (0, [])
-    own = NgramIndex()
-    own.extend([1, 2, 3, 1, 2])
-    assert own.propose([1, 2], 8) == (2, [3, 1, 2])
-    own.extend([4, 1, 2])
-    assert own.propose([1, 2], 1) == (2, [4])
-
-
-@pytest.mark.parametrize("seeds", [2, pytest.param(12, marks=pytest.mark.long)])
-def test_deterministic_answers_do_not_depend_on_neighbours(seeds: int) -> None:
-    """In bfloat16, where a row's rounding changes with the shape of its batch: without it, some answers do."""
+def test_deterministic_answers_do_not_depend_on_neighbours() -> None:
+    """Logits in bfloat16 that differ a little with the shape of the pass: without it, some answers do."""
     model = tiny("llama", dtype=torch.bfloat16, num_hidden_layers=4)
+    model.lm_head.register_forward_hook(
+        lambda _, args, out: out * (1 + torch.arange(VOCABULARY).mul(args[0].shape[1]).sin() / 100).to(out.dtype)
+    )
+    requests = [Request(r.prompt, r.mask, SamplingParams(30), tag=r.tag) for r in some_requests(model, 0, longest=20)]
 
     def differing(deterministic: bool) -> int:
-        engine, count = Engine(model, deterministic=deterministic), 0
-        for seed in range(seeds):
-            requests = [
-                Request(r.prompt, r.mask, SamplingParams(30), tag=r.tag) for r in some_requests(model, seed, longest=20)
-            ]
-            together = answers(engine, requests)
-            for request in requests:
-                single = answers(engine, [request])
-                count += single[request.tag] != together[request.tag]
-        return count
+        engine = Engine(model, deterministic=deterministic)
+        together = answers(engine, requests)
+        return sum(answers(engine, [request])[request.tag] != together[request.tag] for request in requests)
 
     assert differing(True) == 0 < differing(False)
 

@@ -141,7 +141,7 @@ def test_attention_in_parts_is_attention(softcap: float | None, widths: tuple[in
 def test_every_family_gives_what_generate_gives(family: str) -> None:
     """One of two prefixes is copied into slots, the other is not."""
     model = model_of(family)
-    schedule = Schedule(budget=12, prefix=2, copied_prefix=4)
+    schedule = Schedule(prefix=2, copied_prefix=4)
     engine = Engine(model, Letters(), max_rows=5, schedule=schedule)
     requests = prefixed_requests(model, seed=1)
     assert common_prefixes(single_mask([request.prompt for request in requests]), LAYERS, 2)
@@ -178,8 +178,6 @@ def test_sliding_windows(window: tuple[str, dict[str, Any]], length: int, copied
         {
             "follow": st.sampled_from([0, 1, 16]),
             "refill": st.booleans(),
-            "drafts": st.sampled_from([0, 8]),
-            "budget": st.sampled_from([0, 40]),
             "prefix": st.integers(1, 6),
             "copied_prefix": st.sampled_from([0, 5, 100]),
         }

@@ -13,15 +13,13 @@ from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
-from functools import cached_property
 from typing import Any
 
 import torch
-from torch import nn
 from tqdm import tqdm
 
 from lmeval_prune.architectures import ModelMap, input_device, map_model
-from lmeval_prune.architectures.precision import fast_products, with_exact_products
+from lmeval_prune.architectures.precision import with_exact_products
 from lmeval_prune.decoding.fallback import generate, why_unscored, why_unsupported
 from lmeval_prune.decoding.groups import PromptGroup, prompt_groups, share_prefixes
 from lmeval_prune.decoding.kv_cache import KVCache
@@ -56,8 +54,8 @@ class Engine:
         context: largest number of tokens of prompt and answer. Default: the model's `max_position_embeddings`.
         memory: bytes for keys, values, states of methods, and kept hidden states. Default: half of the free memory,
             three quarters on a GPU.
-        schedule: switches for the engine's optimisations. `drafts` and `follow` remove tokens from the cache, so they
-            are off if an intervention depends on earlier tokens.
+        schedule: switches for the engine's optimisations. `follow` removes tokens from the cache, so it is off if an
+            intervention depends on earlier tokens.
         deterministic: decide near-ties in a batch of one, so that no answer depends on the others. A near-tie is two
             largest logits closer than 1e-3, or than 32 roundings of them in half precision, or a random draw as close
             to another token. Each costs a pass over the whole answer. Products of float32 are exact then.
@@ -179,11 +177,9 @@ class Engine:
         block = BLOCK if self.device.type == "cpu" else None  # on a GPU, launches cost more than reading unused keys
         schedule, sampler = self.schedule, Sampler(self.model, self.stopping)
         if any(not intervention.tokenwise for intervention in interventions_on(self.model)):
-            schedule = replace(schedule, follow=0, drafts=0, prefix=0)
+            schedule = replace(schedule, follow=0, prefix=0)
         if not schedule.share:
             schedule = replace(schedule, follow=0, prefix=0)
-        if schedule.drafts and schedule.budget is None:
-            schedule = replace(schedule, budget=self._measured_budget)
         for with_prefixes in (True, False):
             groups, masks = prompt_groups(requests, self.model_map, schedule.share, self.context)
             prefixes = 0
@@ -221,7 +217,6 @@ class Engine:
 
     @property
     def device(self) -> torch.device:
-        """The model's device."""
         return input_device(self.model)
 
     @property
@@ -281,44 +276,17 @@ class Engine:
         size = int(self.model.get_input_embeddings().weight.dtype.itemsize)
         return size * sum(layer.kv_heads * (layer.key_dim + layer.head_dim) for layer in self.model_map.attention)
 
-    @cached_property
-    def _measured_budget(self) -> int:
-        """The number of tokens, up to 256, for which a large projection takes twice as long as for one token."""
-        module = max((m for m in self.model.modules() if isinstance(m, nn.Linear)), key=lambda m: m.in_features)
 
-        def seconds(tokens: int) -> float:
-            x = torch.zeros(tokens, module.in_features, device=self.device, dtype=module.weight.dtype)
-            times = []
-            for _ in range(4):
-                begin = time.perf_counter()
-                with fast_products(tokens):
-                    for _ in range(8):
-                        out = module(x)
-                out.sum().item()
-                times.append(time.perf_counter() - begin)
-            return min(times)
+def engine_rate(model: Any, ids: torch.Tensor, new: int, clock: str) -> float | None:
+    """Return tokens per second of greedy answers of fixed length to prompts, (batch, tokens).
 
-        with torch.inference_mode():
-            single, tokens = seconds(1), 2
-            while tokens <= 256 and seconds(tokens) < 2 * single:
-                tokens *= 2
-        return tokens // 2
-
-
-class EngineSpeed:
-    """Tokens per second of the engine for greedy answers of fixed length, by model."""
-
-    def __init__(self) -> None:
-        self._engines: dict[int, Engine] = {}
-
-    def __call__(self, model: Any, ids: torch.Tensor, new: int, clock: str) -> float | None:
-        """Return the tokens per second of answers to prompts, (batch, tokens); None if `generate` would answer."""
-        engine = self._engines.setdefault(id(model), Engine(model))
-        if engine.unsupported:  # checked, and measured, before the clock starts
-            return None
-        requests = [Request(tuple(row), None, SamplingParams(new, eos=())) for row in ids.tolist()]
-        engine.max_rows = len(requests)
-        read_clock = time.perf_counter if clock == "wall" else time.process_time
-        begin = read_clock()
-        tokens = sum(len(answer) for _, answer in engine.decode(requests))
-        return tokens / (read_clock() - begin)
+    None if `generate` would answer.
+    """
+    engine = Engine(model, max_rows=len(ids))
+    if engine.unsupported:  # checked before the clock starts
+        return None
+    requests = [Request(tuple(row), None, SamplingParams(new, eos=())) for row in ids.tolist()]
+    read_clock = time.perf_counter if clock == "wall" else time.process_time
+    begin = read_clock()
+    tokens = sum(len(answer) for _, answer in engine.decode(requests))
+    return tokens / (read_clock() - begin)

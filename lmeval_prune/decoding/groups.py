@@ -49,7 +49,6 @@ class PromptGroup:
 
     leader: Sequence
     followers: deque[Sequence]  # not started, by first pruned layer, highest first
-    unanswered: int  # number of requests without an answer
     prefix: SharedPrefix | None = None
     # The prompt and answer to check (if `follow=0`: the prompt); set for followers.
     leader_tokens: list[int] = field(default_factory=list)
@@ -98,7 +97,7 @@ def prompt_groups(
     for sequences in by_prompt.values():
         leader, *followers = sorted(sequences, key=lambda sequence: -sequence.first_layer)
         leader.kept_layers = frozenset(follower.first_layer for follower in followers)
-        groups.append(PromptGroup(leader, deque(followers), unanswered=len(sequences)))
+        groups.append(PromptGroup(leader, deque(followers)))
         for sequence in sequences:
             sequence.group = groups[-1]
     return groups, list(numbers)

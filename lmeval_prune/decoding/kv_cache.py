@@ -31,7 +31,12 @@ from lmeval_prune.interventions.attention_call import (
 )
 
 _COMPILED = (torch.float32, torch.bfloat16)  # types of the compiled kernel
-_UNKNOWN_OPTIONS = {"s_aux": "sinks", "position_bias": "bias", "attention_bias": "bias", "head_mask": "head_mask"}
+_UNKNOWN_OPTIONS = {
+    "s_aux": "has sinks",
+    "position_bias": "adds a bias to its scores",
+    "attention_bias": "adds a bias to its scores",
+    "head_mask": "multiplies its heads by a mask",
+}
 Attention = tuple[torch.Tensor, torch.Tensor]  # attention over some keys, and the log-sum-exp of their scores
 
 
@@ -45,16 +50,17 @@ class AttentionOptions:
 
     @classmethod
     def of(cls, call: AttentionCall) -> AttentionOptions:
-        """Read the options of a call; refuse unsupported ones."""
         options, window = call.options, call.options.get("sliding_window")
         for name, reason in _UNKNOWN_OPTIONS.items():
             if options.get(name) is not None:
-                raise UnsupportedAttention(reason)
+                raise UnsupportedAttention(f"the model's attention {reason}, which the engine does not compute")
         layer_types = getattr(getattr(call.module, "config", None), "layer_types", None)
         if layer_types and layer_types[call.module.layer_idx] == "sliding_attention" and window is None:
-            raise UnsupportedAttention("window")
+            raise UnsupportedAttention(
+                "the model has layers with a sliding window whose size it does not pass to its attention"
+            )
         if options.get("dropout") or call.query.shape[0] != 1 or call.mask is not None:
-            raise UnsupportedAttention("mask")
+            raise UnsupportedAttention("the model passes dropout, a padded batch or a mask of its own to its attention")
         scaling = options.get("scaling")
         return cls(call.query.shape[-1] ** -0.5 if scaling is None else scaling, options.get("softcap"), window)
 
@@ -336,7 +342,7 @@ class KVCache(Store):
         """Store keys and values of new tokens, and compute their attention, (1, tokens, heads, width of values)."""
         options, layout = AttentionOptions.of(call), self.layout
         if layout is None:
-            raise UnsupportedAttention("pass")
+            raise UnsupportedAttention("the model calls its attention outside of the engine's passes")
         layer, (query, key, value) = call.module.layer_idx, (x[0] for x in (call.query, call.key, call.value))
         if layer not in self.keys:
             self._allocate(layer, key, value)
@@ -350,7 +356,7 @@ class KVCache(Store):
             attended = attention.over_prefixes(layer) if layout.prefixes else attention.over_slots()[0]
             return attended.unsqueeze(0), None
         if layout.prefixes:
-            raise UnsupportedAttention("prefix")
+            raise UnsupportedAttention("a method skips tokens of the model's prompts after a common prefix")
         offsets, has_query, query_layout = self._filtered_layout(layer, layout, stored_mask, query_mask)
         stored_tokens = slice(None) if stored_mask is None else stored_mask
         keys[layout.slots[stored_tokens], :, offsets] = key[:, stored_tokens].transpose(0, 1)
@@ -425,7 +431,6 @@ class KVCache(Store):
         return Layout(parts, index[0], index[1], positions, prefixes=prefixes)
 
     def state(self, call: AttentionCall, owner: Hashable, make: Callable[[], State]) -> State:
-        """Return a handler's state in a layer; see `Store`."""
         layer = call.module.layer_idx
         if owner not in self.states[layer]:
             self.states[layer][owner] = make()
@@ -440,7 +445,6 @@ class KVCache(Store):
     # ------------------------------------------------------------------ slots
 
     def _allocate(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Allocate a layer's storage for keys and values like these, (key-value heads, tokens, width)."""
         for storage, new in ((self.keys, key), (self.values, value)):
             # zeros, not uninitialised memory: masked numbers must be finite
             storage[layer] = new.new_zeros(self.count, new.shape[0], self.length, new.shape[-1])

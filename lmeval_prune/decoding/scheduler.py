@@ -17,7 +17,6 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from itertools import accumulate, islice
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 
@@ -28,7 +27,6 @@ from lmeval_prune.decoding.model_runner import Chunk, ModelRunner
 from lmeval_prune.decoding.sampling import Sampler, near_tied_argmax
 from lmeval_prune.decoding.tree import common_length
 
-LONGEST, SHORTEST = 4, 2  # n-grams that drafts are looked up by
 FREE_SHARE = 0.04  # share of free rows from which waiting prompts are started: a pass delays all running rows
 LEAST_PASS = 512  # tokens of a pass from which matrix products are nearly as fast as they get
 
@@ -45,9 +43,6 @@ class Schedule(Settings):
             are stored once, and their attention is computed separately.
         follow: number of tokens of the leader's answer that a follower checks in a pass; 0 shares the prompt only.
         refill: start a waiting request as soon as a row is free; otherwise when the whole batch has ended.
-        drafts: largest number of draft tokens of a row; 0 for none.
-        budget: largest number of tokens in a decoding step with drafts. By default the engine measures it: a step with
-            this many tokens takes twice as long as a step with one token.
     """
 
     share: bool = True
@@ -55,70 +50,6 @@ class Schedule(Settings):
     copied_prefix: Natural = 128
     follow: Natural = 16
     refill: bool = True
-    drafts: Natural = 8
-    budget: Natural | None = None
-
-
-class NgramIndex:
-    """Texts, indexed by their n-grams; the last of equal n-grams counts."""
-
-    def __init__(self, tokens: Items[int] = ()) -> None:
-        self._next: dict[tuple[int, ...], tuple[list[int], int]] = {}  # the text and the position of the next token
-        self.add(tokens)
-
-    def add(self, tokens: Items[int]) -> None:
-        """Index a new text."""
-        self.text: list[int] = []  # the last text, which may still grow
-        self.extend(tokens)
-
-    def extend(self, tokens: Items[int]) -> None:
-        """Append tokens to the last text. An n-gram is indexed when a token follows it."""
-        for token in tokens:
-            end = len(self.text)
-            for size in range(SHORTEST, min(LONGEST, end) + 1):
-                self._next[tuple(self.text[end - size :])] = (self.text, end)
-            self.text.append(token)
-
-    def propose(self, tail: Items[int], count: int) -> tuple[int, list[int]]:
-        """Return the length of the longest indexed n-gram at the end of `tail`, and at most `count` tokens after it.
-
-        Without a match: 0 and no tokens.
-        """
-        for size in range(min(LONGEST, len(tail)), SHORTEST - 1, -1):
-            if match := self._next.get(tuple(tail[-size:])):
-                text, end = match
-                return size, text[end : end + count]
-        return 0, []
-
-
-class Drafter:
-    """Drafts from the n-grams of each running row, and of the complete answers of its prompt group."""
-
-    def __init__(self) -> None:
-        self._rows: WeakKeyDictionary[Sequence, NgramIndex] = WeakKeyDictionary()
-        self._answers: WeakKeyDictionary[PromptGroup, NgramIndex] = WeakKeyDictionary()
-
-    def add(self, row: Sequence) -> None:
-        """Index a complete answer for the other requests of its group."""
-        if row.group.unanswered:
-            self._answers.setdefault(row.group, NgramIndex()).add(row.tokens)
-
-    def propose(self, rows: Items[Sequence], most: int, budget: int) -> list[list[int]]:
-        """Return at most `most` tokens for each row, and at most `budget` for all; the longest match counts."""
-        drafts: list[list[int]] = [[] for _ in rows]
-        most = min(most, max(1, budget // len(rows)))
-        for i, row in enumerate(rows):
-            count = min(most, budget, row.max_tokens - len(row.answer) - 1)
-            if count <= 0:
-                continue
-            ngrams = self._rows.get(row) or self._rows.setdefault(row, NgramIndex(row.prompt))
-            ngrams.extend(row.answer[len(ngrams.text) - len(row.prompt) :])
-            size, drafts[i] = ngrams.propose(ngrams.text, count)
-            if answers := self._answers.get(row.group):
-                sibling_size, draft = answers.propose(ngrams.text, count)
-                drafts[i] = draft if sibling_size >= size else drafts[i]
-            budget -= len(drafts[i])
-        return drafts
 
 
 @dataclass
@@ -128,18 +59,16 @@ class Scheduler:
     runner: ModelRunner
     waiting: deque[PromptGroup]  # groups that have not started
     sampler: Sampler
-    schedule: Schedule  # its budget is set, and `follow` is 0 if `share` is false
+    schedule: Schedule  # `follow` is 0 if `share` is false
     deterministic: bool  # decide near-ties in a batch of one
     max_leaders: int  # largest number of leaders with followers that run at the same time
     ready: deque[PromptGroup] = field(default_factory=deque)  # groups whose followers can start
     active: list[Sequence] = field(default_factory=list)  # sequence i is in slot i
-    drafter: Drafter = field(default_factory=Drafter)
 
     def __post_init__(self) -> None:
         self.capacity, self.statistics = self.runner.cache.count, self.runner.statistics
 
     def answers(self) -> Iterator[Sequence]:
-        """Yield each sequence when it ends."""
         while self.waiting or self.ready or self.active:
             with torch.inference_mode():
                 if self._starts_requests():
@@ -243,7 +172,7 @@ class Scheduler:
         for i, row in enumerate(rows):
             row.cached = len(prompts[i])
             self.statistics.prompt_tokens += row.cached
-            self._append_tokens(row, logits, slice(i, i + 1), [], choices)
+            self._append_tokens(row, logits, i, choices)
             if not self.schedule.follow:
                 self._release_followers(row.group)
         return True
@@ -294,13 +223,12 @@ class Scheduler:
             skips.append(max(prompt - 1 - start, 0))  # logits are needed from the prompt's last token on
         logits = self._forward(rows, leading, skips, first, torch.cat(hidden))
         choices = self._argmax(logits, rows)
-        matching, end = [], 0
+        matching, first_entry = [], 0
         for row, layer_inputs, tokens, skip in zip(rows, inputs, leading, skips, strict=True):
             leader_tokens, stop = row.group.leader_tokens, row.cached + len(tokens)
-            span = slice(end, end + len(tokens) - skip)
-            end = span.stop
             row.cached += skip + 1
-            self._append_tokens(row, logits, span, leader_tokens[row.cached : stop], choices)
+            self._append_tokens(row, logits, first_entry, choices, leader_tokens[row.cached : stop])
+            first_entry += len(tokens) - skip
             if not row.ended and stop < len(layer_inputs) and row.tokens == leader_tokens[: stop + 1]:
                 matching.append(row)
         self.statistics.follow_tokens += sum(map(len, leading))
@@ -309,13 +237,10 @@ class Scheduler:
     def _remove_ended(self) -> list[Sequence]:
         ended = [row for row in reversed(self.active) if row.ended]  # reversed: no ended row is moved
         for row in ended:
-            row.group.unanswered -= 1
             if row.group.prefix:
                 row.group.prefix.answered()
             if row is row.group.leader:
                 self._release_followers(row.group)
-            if self.schedule.drafts:
-                self.drafter.add(row)
             self._release_slot(row.slot)
         self.statistics.answers += len(ended)
         self.statistics.answer_tokens += sum(len(row.answer) for row in ended)
@@ -359,28 +284,13 @@ class Scheduler:
         return logits
 
     def _step(self) -> None:
-        """Decode the next token of each row, or several with accepted drafts."""
         rows = self.active
-        drafts: list[list[int]] = [[] for _ in rows]
-        budget = self.schedule.budget or 0
-        if self.schedule.drafts and budget > len(rows):
-            drafts = self.drafter.propose(rows, self.schedule.drafts, budget - len(rows))
-        logits = self._forward(rows, [[row.answer[-1], *draft] for row, draft in zip(rows, drafts, strict=True)])
+        logits = self._forward(rows, [[row.answer[-1]] for row in rows])
         self.statistics.steps += 1
-        self.statistics.step_rows += len(rows)
-        self.statistics.step_tokens += len(logits)
         choices = self._argmax(logits, rows)
-        end = 0
-        for row, draft in zip(rows, drafts, strict=True):
-            span = slice(end, end + 1 + len(draft))
-            end = span.stop
+        for entry, row in enumerate(rows):
             row.cached += 1
-            appended = self._append_tokens(row, logits, span, draft, choices)
-            self.statistics.drafted += len(draft)
-            self.statistics.draft_accepted += appended - 1
-            for layer in row.kept_layers:  # drop the inputs of rejected draft tokens
-                pieces = row.group.layer_inputs[layer]
-                pieces[-1] = pieces[-1][:appended]
+            self._append_tokens(row, logits, entry, choices)
 
     def _argmax(self, logits: torch.Tensor, rows: Items[Sequence]) -> list[tuple[int, bool]]:
         """Return the argmax of each row of the logits, and whether it is a near-tie to decide in a batch of one.
@@ -394,33 +304,35 @@ class Scheduler:
         return list(zip(tokens, near_ties, strict=True))
 
     def _append_tokens(
-        self, row: Sequence, logits: torch.Tensor, span: slice, draft: Items[int], choices: Items[tuple[int, bool]]
-    ) -> int:
-        """Choose tokens while they match the draft, append them to the answer, and return their number.
+        self,
+        row: Sequence,
+        logits: torch.Tensor,
+        first: int,
+        choices: Items[tuple[int, bool]],
+        leading: Items[int] = (),
+    ) -> None:
+        """Choose tokens while they are the leading ones, and append them to the answer.
 
-        `span` is the sequence's part of `logits` and of `choices` (see `_argmax`): one entry after the last cached
-        token, and one after each draft token. Accepted draft tokens count as cached.
+        `first` is the row's first entry in `logits` and in `choices` (see `_argmax`), after its last cached token. One
+        more follows after each leading token. Leading tokens that are chosen count as cached.
         """
-        params, answer = row.request.params, row.answer
-        for i, entry in enumerate(range(span.start, span.stop)):
-            token = self._choose(row, logits[entry], choices[entry] if params.takes_argmax else None)
+        request, answer = row.request, row.answer
+        for entry, led in enumerate((*leading, None), first):
+            scores = logits[entry]
+            if request.params.takes_argmax:
+                token, near_tie = choices[entry]
+            else:
+                near_tie = self.deterministic and self.sampler.near_tie(scores, request, answer)
+            if near_tie:  # decide in a batch of one
+                self.statistics.alone += 1
+                scores = self.runner.forward_alone([*request.prompt, *answer], row.mask)
+                token = int(scores.float().argmax())
+            if not request.params.takes_argmax:
+                token = self.sampler.choose(scores, request, answer)
             answer.append(token)
             row.ended = token in row.end_tokens or len(answer) >= row.max_tokens
-            if params.stop and not row.ended:
-                row.ended = self.sampler.stopping.has_stop_text(answer, params.stop)
-            if row.ended or i == len(draft) or token != draft[i]:
-                break
+            if request.params.stop and not row.ended:
+                row.ended = self.sampler.stopping.has_stop_text(answer, request.params.stop)
+            if row.ended or token != led:
+                return
             row.cached += 1
-        return i + 1
-
-    def _choose(self, row: Sequence, logits: torch.Tensor, choice: tuple[int, bool] | None) -> int:
-        """Choose the next token: take `choice` (see `_argmax`) or sample. Recompute a near-tie in a batch of one."""
-        if choice:
-            token, near_tie = choice
-        else:
-            near_tie = self.deterministic and self.sampler.near_tie(logits, row.request, row.answer)
-        if near_tie:
-            self.statistics.alone += 1
-            logits = self.runner.forward_alone([*row.request.prompt, *row.answer], row.mask)
-            token = int(logits.float().argmax())
-        return token if choice else self.sampler.choose(logits, row.request, row.answer)

@@ -1,6 +1,5 @@
 """The decoding engine against transformers' `generate`, one request at a time with its mask hooked."""
 
-import gc
 import itertools
 import math
 import random
@@ -139,7 +138,6 @@ def test_sliding_windows(family: str, changes: dict[str, Any]) -> None:
     top=st.fixed_dictionaries({"max_rows": st.integers(1, 9), "deterministic": st.booleans()}),
     schedule=st.fixed_dictionaries(
         {
-            "follow": st.sampled_from([0, 1, 3, 16]),
             "share": st.booleans(),
             "refill": st.booleans(),
         }
@@ -157,25 +155,15 @@ def test_any_options_and_order_give_what_generate_gives(
         assert result[request.tag] == alone(model, request), request
 
 
-@pytest.mark.parametrize("mask", [None, HeadMask("L0H1")], ids=str)
-def test_a_compiled_model_runs_eagerly(mask: HeadMask | None) -> None:
+def test_a_compiled_model_runs_eagerly() -> None:
     """Code that is compiled while the cache and skippable layers are in the model would keep them."""
     model, passes = tiny("llama"), list[Any]()
-    requests = [Request((5, 6, 7 + n), mask, SamplingParams(6, ()), tag=n) for n in range(3)]
+    requests = [Request((5, 6, 7 + n), None, SamplingParams(6, ()), tag=n) for n in range(3)]
     expected = answers(Engine(model), requests)
     model.compile(backend=lambda graph, _: (passes.append(graph), graph)[1])
     engine = Engine(model)
     assert engine.unsupported is None and len(passes) == 1  # the check's pass of the model as it is
     assert answers(engine, requests) == expected and len(passes) == 1
-
-
-def test_followers_are_used() -> None:
-    """What the other tests compare did run on every path."""
-    model = model_of("llama")
-    engine = Engine(model, Letters(), max_rows=4, deterministic=True)
-    answers(engine, some_requests(model, seed=3, prompts=6))
-    done = engine.statistics
-    assert min(done.followed, done.follow_tokens, done.steps) > 0
 
 
 def test_layers_below_the_first_pruned_one_do_not_run_for_followers() -> None:
@@ -342,10 +330,10 @@ def test_what_is_stored_and_kept_stays_within_memory(
                     *([] if layer_cache.positions is None else [layer_cache.positions]),
                 ]
                 tensors += [tensor for state in layer_cache.states.values() for tensor in state.tensors]
-            tensors += [*(piece for pieces in question.layer_inputs.values() for piece in pieces)]
+            tensors += [*question.layer_inputs.values()]
         held.append(sum(tensor.numel() * tensor.element_size() for tensor in tensors))
 
-    for method in ("_step", "_start_leaders", "_start_followers", "_remove_ended"):
+    for method in ("_step", "_start", "_remove_ended"):
         watch(monkeypatch, method, measure)
     monkeypatch.setattr("lmeval_prune.decoding.scheduler.near_tied_argmax", lambda logits: logits.argmax(-1) % 3 == 0)
     with filtered.applied_to(model) if filtered else nullcontext():
@@ -413,19 +401,18 @@ def test_a_draw_depends_on_the_seed_alone_not_on_neighbours() -> None:
         Request((5, 6, 7), HeadMask("L1H1") if seed % 2 else None, sampled, seed, tag=seed) for seed in range(8)
     ]
     first = answers(Engine(model, max_rows=3), requests)
-    again = answers(Engine(model, max_rows=8, schedule=Schedule(follow=0, share=False)), list(reversed(requests)))
+    again = answers(Engine(model, max_rows=8, schedule=Schedule(share=False)), list(reversed(requests)))
     assert first == again and len(set(map(tuple, first.values()))) > 4
 
 
-@pytest.mark.parametrize("follow", [0, 16])
-def test_samples_of_a_question_cost_one_prompt(follow: int) -> None:
+def test_samples_of_a_question_cost_one_prompt() -> None:
     """Tokens × layers that run are those of the prompt, once, and of each answer."""
     model, prompt = model_of("llama", 3), tuple(range(3, 23))
     layers = {}
     for count in (1, 6):
         sampled = SamplingParams(8, do_sample=True, temperature=1.2)
         requests = [Request(prompt, params=sampled, seed=seed) for seed in range(count)]
-        engine = Engine(model, schedule=Schedule(follow=follow))
+        engine = Engine(model)
         answers = [answer for _, answer in engine.decode([Request(prompt, params=SamplingParams(8)), *requests])]
         decoded = sum(len(answer) - 1 for answer in answers)  # the last token of an answer is not run
         layers[count] = engine.statistics.layer_tokens
@@ -623,32 +610,6 @@ def test_near_ties_of_all_lines_are_those_of_each(dtype: torch.dtype, scale: flo
         near_tied_argmax(logits).tolist() == expected == [SAMPLER.near_tie(line, Request((1,)), []) for line in logits]
     )
     assert expected[0] and not all(expected)
-
-
-@pytest.mark.parametrize("prompts", [100, pytest.param(667, marks=pytest.mark.long)])
-def test_memory_does_not_grow(prompts: int) -> None:
-    """Many requests through few slots: no tensors are left, and none pile up on the way."""
-    model = model_of("llama", layers=2)
-    masks = [None, HeadMask("L0H0"), HeadMask("L1H1")]
-    requests = [
-        Request((3 + n % 50, 4 + n // 50, 5), mask, SamplingParams(5), tag=(n, i))
-        for n in range(prompts)
-        for i, mask in enumerate(masks)
-    ]
-    engine = Engine(model, max_rows=8)
-    sizes = []
-
-    def held() -> int:
-        gc.collect()
-        return sum(x.numel() for x in gc.get_objects() if isinstance(x, torch.Tensor))
-
-    list(engine.decode(requests[:9]))  # whatever is made once
-    before = held()
-    for number, _ in enumerate(engine.decode(requests)):
-        if number % prompts == prompts // 2:
-            sizes.append(held())
-    assert len(sizes) == 3 and max(sizes) - min(sizes) < 20_000, sizes
-    assert held() - before < 1000
 
 
 @pytest.mark.parametrize(

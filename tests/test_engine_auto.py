@@ -1,7 +1,6 @@
 """`engine=auto`: each request by the engine or by lm-eval's `hf`, with the texts, keys and reports of `hf` alone."""
 
 import json
-import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from lmeval_prune.models.arguments import Arguments
 from lmeval_prune.models.pruned_hf import PrunedHFLM
 from lmeval_prune.tasks import compat
 from tests.covers import crossed
-from tests.test_command_line import call, lm_eval
+from tests.test_command_line import lm_eval
 from tests.test_pruned_hf import HEADS, PROMPTS, model
 from tests.tiny_models import BY_GENERATE, CAUSAL, tiny
 
@@ -232,7 +231,7 @@ def test_a_rank_without_requests_for_hf_runs_one_with_the_others(
 # --------------------------------------------------------------------------- lm-eval's command line
 
 
-def evaluated(folder: Path, cwd: Path, name: str, words: tuple[str, ...] = (), ranks: int = 1, **arguments: Any) -> Any:
+def evaluated(folder: Path, cwd: Path, name: str, words: tuple[str, ...] = (), **arguments: Any) -> Any:
     """Evaluate a tiny task by lm-eval's command; return the texts of its log by document."""
     output = cwd / name
     model_args = {"pretrained": str(folder), "dtype": "float64", **arguments}
@@ -247,28 +246,12 @@ def evaluated(folder: Path, cwd: Path, name: str, words: tuple[str, ...] = (), r
         "6",
     ]
     command += ["--device", "cpu", "--output_path", str(output), "--log_samples", *words]
-    if ranks == 1:
-        assert lm_eval(*command, cwd=cwd) == 0
-    else:
-        script = cwd / "script.py"
-        script.write_text(SCRIPT)
-        launcher = ("-m", "torch.distributed.run", "--nproc_per_node", str(ranks), str(script))
-        done = call(*launcher, *command, cwd=cwd, ACCELERATE_USE_CPU="true")
-        assert done.returncode == 0, done.stderr[-3000:]
-        assert len(re.findall("engine=auto: the decoding engine", done.stderr)) == (
-            model_args.get("engine") != "generate"
-        )
+    assert lm_eval(*command, cwd=cwd) == 0
     (path,) = output.rglob("samples_*.jsonl")
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     return {row["doc_id"]: row["filtered_resps"] for row in rows}
 
 
-SCRIPT = """
-from lm_eval.__main__ import cli_evaluate
-from lmeval_prune.models import hf
-hf.AUTO_MIN_REQUESTS = 1
-cli_evaluate()
-"""
 UNTIL = json.dumps({"until": ["e", "th"], "max_gen_toks": 40})
 
 
@@ -298,17 +281,3 @@ def test_the_command_gives_the_same_texts(
     ]  # fmt: skip
     assert texts[0] == texts[1] and len(texts[0]) == 6
     assert counts == [6]
-
-
-@pytest.mark.long
-def test_two_ranks_resume_what_one_began(tiny_folder: Path, tmp_path: Path) -> None:
-    """The first answers are `hf`'s, on one rank; the others the engine's, nine on each of two."""
-    words, store = ("--gen_kwargs", UNTIL, "--limit"), tmp_path / "store"
-    expected = evaluated(tiny_folder, tmp_path, "whole", (*words, "24"), engine="generate")
-    begun = evaluated(tiny_folder, tmp_path, "begun", (*words, "6"), engine="generate", responses=str(store))
-    resumed = (*words, "24", "--batch_size", "auto")
-    assert evaluated(tiny_folder, tmp_path, "two", resumed, ranks=2, responses=str(store)) == expected
-    rows = list(read_answers(store))
-    assert (
-        len(begun) == 6 and len(rows) == 24 and sum("tokens" in row for row in rows) == 18
-    )  # only the engine has them

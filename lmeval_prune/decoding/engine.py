@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from lmeval_prune.architectures import ModelMap, input_device, map_model
 from lmeval_prune.architectures.precision import with_exact_products
-from lmeval_prune.decoding.fallback import generate, why_unscored, why_unsupported
+from lmeval_prune.decoding.fallback import decoding_differences, generate, likelihood_differences, why_failing
 from lmeval_prune.decoding.groups import PromptGroup, prompt_groups, share_prefixes
 from lmeval_prune.decoding.kv_cache import KVCache
 from lmeval_prune.decoding.likelihood import ComparisonRun, Likelihood, LikelihoodRequest, LikelihoodRun, Reduce
@@ -54,8 +54,8 @@ class Engine:
         context: largest number of tokens of prompt and answer. Default: the model's `max_position_embeddings`.
         memory: bytes for keys, values, states of methods, and kept hidden states. Default: half of the free memory,
             three quarters on a GPU.
-        schedule: switches for the engine's optimisations. `follow` removes tokens from the cache, so it is off if an
-            intervention depends on earlier tokens.
+        schedule: switches for the engine's optimisations. There are no common prefixes if an intervention depends on
+            earlier tokens.
         deterministic: decide near-ties in a batch of one, so that no answer depends on the others. A near-tie is two
             largest logits closer than 1e-3, or than 32 roundings of them in half precision, or a random draw as close
             to another token. Each costs a pass over the whole answer. Products of float32 are exact then.
@@ -175,11 +175,9 @@ class Engine:
 
     def _decode(self, requests: Sequence[Request]) -> Generator[tuple[Request, list[int]]]:
         block = BLOCK if self.device.type == "cpu" else None  # on a GPU, launches cost more than reading unused keys
-        schedule, sampler = self.schedule, Sampler(self.model, self.stopping)
-        if any(not intervention.tokenwise for intervention in interventions_on(self.model)):
-            schedule = replace(schedule, follow=0, prefix=0)
-        if not schedule.share:
-            schedule = replace(schedule, follow=0, prefix=0)
+        schedule = self.schedule
+        if not schedule.share or any(not intervention.tokenwise for intervention in interventions_on(self.model)):
+            schedule = replace(schedule, prefix=0)
         for with_prefixes in (True, False):
             groups, masks = prompt_groups(requests, self.model_map, schedule.share, self.context)
             prefixes = 0
@@ -198,7 +196,8 @@ class Engine:
         cache = KVCache(min(rows, len(requests)), longest, block)
         with ExitStack() as stack:
             runner = ModelRunner(self.model_map, cache, masks, self.statistics, stack)
-            scheduler = Scheduler(runner, deque(groups), sampler, schedule, self.deterministic, leaders)
+            sampler = Sampler(self.model, self.stopping)
+            scheduler = Scheduler(runner, deque(groups), sampler, schedule.refill, self.deterministic, leaders)
             for sequence in scheduler.answers():
                 yield sequence.request, sequence.answer
 
@@ -222,7 +221,7 @@ class Engine:
     @property
     def unsupported(self) -> str | None:
         """The reason why this model with its interventions falls back to `generate`; None if the engine runs it."""
-        return self._checked(why_unsupported)
+        return self._checked(decoding_differences)
 
     @property
     def unscored(self) -> str | None:
@@ -230,26 +229,30 @@ class Engine:
         for intervention in interventions_on(self.model):
             if not intervention.tokenwise:
                 return f"the effect of {type(intervention).__name__} on a token depends on other tokens"
-        return self.unsupported or self._checked(why_unscored)
+        return self.unsupported or self._checked(likelihood_differences)
 
-    def _checked(self, check: Callable[[ModelMap], str | None]) -> str | None:
+    def _checked(self, differences: Callable[[ModelMap], tuple[list[float], float]]) -> str | None:
         """Return why the model with its interventions fails a check, which runs once; None if it does not."""
-        key = check, interventions_on(self.model)
+        key = differences, interventions_on(self.model)
         if key not in self._reasons:
-            self._reasons[key] = check(self.model_map)
+            self._reasons[key] = why_failing(differences, self.model_map)
         return self._reasons[key]
 
     def _capacity(self, length: int, waiting: Sequence[PromptGroup], prefixes: int) -> tuple[int, int]:
         """Return how many rows of `length` tokens fit in memory, and how many of them may be leaders with followers.
 
-        A slot has keys, values, and states of methods. For a leader, memory also holds a copy of its slot, and the
-        inputs of each layer at which a follower starts. Half of the rows (at least one) can be leaders. Near-ties that
-        are decided alone need one more slot, and `prefixes` bytes are not free.
+        A slot has keys, values, and states of methods. For a leader, memory also holds a copy of its slot with the
+        prompt, and there the inputs of each layer at which a follower starts. Half of the rows (at least one) can be
+        leaders. Near-ties that are decided alone need one more slot, and `prefixes` bytes are not free.
         """
-        slot = length * self._token_bytes
-        slot += sum(intervention.slot_bytes(self.model_map, length) for intervention in interventions_on(self.model))
+
+        def stored(tokens: int) -> int:
+            states = (method.slot_bytes(self.model_map, tokens) for method in interventions_on(self.model))
+            return tokens * self._token_bytes + sum(states)
+
+        slot, prompt = stored(length), max(len(group.leader.request.prompt) for group in waiting)
         first_layers = max(len({sequence.first_layer for sequence in group.followers}) for group in waiting)
-        leader_bytes = slot + length * self._input_bytes * first_layers if first_layers else 0
+        leader_bytes = stored(prompt) + prompt * self._input_bytes * first_layers if first_layers else 0
         extra = self.deterministic * slot + prefixes
         memory = self._memory - extra
         fitting = max(int(memory / (slot + leader_bytes / 2)) // 2 * 2, int(memory >= slot + leader_bytes))

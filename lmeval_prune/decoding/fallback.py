@@ -35,27 +35,15 @@ HALF = (torch.float16, torch.bfloat16)
 MAX_CHECKED_WINDOW = 1024  # largest sliding window that the check of a family without tests goes beyond
 
 
-def why_unsupported(model_map: ModelMap) -> str | None:
-    logger.info(
-        "checking that the engine gives the model's logits; the first time on a machine this compiles its attention, "
-        "up to half a minute"
-    )
-    return why_failing(_decoding_differences, model_map)
-
-
-def why_unscored(model_map: ModelMap) -> str | None:
-    """Return why log-probabilities of texts that share tokens would be wrong; None if they are right."""
-    return why_failing(_likelihood_differences, model_map)
-
-
 def why_failing(differences: Callable[[ModelMap], tuple[list[float], float]], model_map: ModelMap) -> str | None:
-    """Return why the engine does not compute what the model does; None if it does.
+    """Return why the engine does not compute what a model with its interventions does; None if it does.
 
     In half precision roundings alone may move logits too far, so a model that fails is checked again with its weights
     widened to float32, which is exact, if they fit into memory.
 
     Args:
-        differences: returns the largest difference of logits on each code path, and the largest logit.
+        differences: `decoding_differences` or `likelihood_differences`, the largest difference of logits on each code
+            path, and the largest logit.
         model_map: the model.
     """
     model = model_map.model
@@ -104,8 +92,12 @@ def sliding_window(model_map: ModelMap) -> int:
     return int(getattr(config.get_text_config(), "sliding_window", None) or 0)
 
 
-def _decoding_differences(model_map: ModelMap) -> tuple[list[float], float]:
+def decoding_differences(model_map: ModelMap) -> tuple[list[float], float]:
     """Compare the passes of decoding: prompts, several and single tokens, from a later layer up, after a prefix."""
+    logger.info(
+        "checking that the engine gives the model's logits; the first time on a machine this compiles its attention, "
+        "up to half a minute"
+    )
     model: Any = model_map.model
     _refuse_what_logits_hide(model)
     length = 12
@@ -151,7 +143,7 @@ def _decoding_differences(model_map: ModelMap) -> tuple[list[float], float]:
     return differences, float(expected.abs().max())
 
 
-def _likelihood_differences(model_map: ModelMap) -> tuple[list[float], float]:
+def likelihood_differences(model_map: ModelMap) -> tuple[list[float], float]:
     """Compare log-probabilities in several passes over a tree of texts."""
     model: Any = model_map.model
     texts = [_tokens(model, 12), [*_tokens(model, 5), 3, 1, 2]]

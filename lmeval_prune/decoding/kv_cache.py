@@ -347,21 +347,20 @@ class KVCache(Store):
         if layer not in self.keys:
             self._allocate(layer, key, value)
         keys, values = self.keys[layer], self.values[layer]
-        stored_mask = call.stored_mask
-        query_mask = stored_mask if call.query_mask is None else call.query_mask
+        query_mask = call.stored_mask if call.query_mask is None else call.query_mask
+        offsets, query_layout = layout.offsets, layout
+        has_query: Any = slice(None)
+        if query_mask is not None:
+            if layout.prefixes:
+                raise UnsupportedAttention("a method skips tokens of the model's prompts after a common prefix")
+            offsets, has_query, query_layout = self._filtered_layout(layer, layout, call.stored_mask, query_mask)
+        stored = slice(None) if call.stored_mask is None else call.stored_mask
+        keys[layout.slots[stored], :, offsets] = key[:, stored].transpose(0, 1)
+        values[layout.slots[stored], :, offsets] = value[:, stored].transpose(0, 1)
+        attention = SlotAttention(options, query_layout, query[:, has_query], keys, values)
+        attended = attention.over_prefixes(layer) if layout.prefixes else attention.over_slots()[0]
         if query_mask is None:
-            keys[layout.slots, :, layout.offsets] = key.transpose(0, 1)
-            values[layout.slots, :, layout.offsets] = value.transpose(0, 1)
-            attention = SlotAttention(options, layout, query, keys, values)
-            attended = attention.over_prefixes(layer) if layout.prefixes else attention.over_slots()[0]
             return attended.unsqueeze(0), None
-        if layout.prefixes:
-            raise UnsupportedAttention("a method skips tokens of the model's prompts after a common prefix")
-        offsets, has_query, query_layout = self._filtered_layout(layer, layout, stored_mask, query_mask)
-        stored_tokens = slice(None) if stored_mask is None else stored_mask
-        keys[layout.slots[stored_tokens], :, offsets] = key[:, stored_tokens].transpose(0, 1)
-        values[layout.slots[stored_tokens], :, offsets] = value[:, stored_tokens].transpose(0, 1)
-        attended, _ = SlotAttention(options, query_layout, query[:, has_query], keys, values).over_slots()
         out = attended.new_zeros(len(query_mask), *attended.shape[1:])
         out[has_query] = attended
         return out.masked_fill_(~query_mask[:, None, None], 0).unsqueeze(0), None
@@ -485,16 +484,12 @@ class KVCache(Store):
             copies.append(SlotCopy(keys, values, positions, states))
         return copies
 
-    def restore(self, slot: int, copies: Sequence[SlotCopy], length: int, layers: int) -> None:
-        """Write the first `length` tokens of copies into a slot, in the first `layers` layers, after its copied prefix.
-
-        Layers that store only some tokens get the whole copy.
-        """
+    def restore(self, slot: int, copies: Sequence[SlotCopy], layers: int) -> None:
+        """Write copies into a slot, in the first `layers` layers, after its copied prefix."""
         begin = self.copied[slot]  # `begin` has written the prefix
         for layer, copied in zip(range(layers), copies, strict=False):
             for storage, part in ((self.keys, copied.keys), (self.values, copied.values)):
-                end = min(begin + length, part.shape[1])
-                storage[layer][slot, :, begin:end] = part[:, begin:end]
+                storage[layer][slot, :, begin : part.shape[1]] = part[:, begin:]
             if copied.positions is not None:
                 self.lengths[layer][slot] = len(copied.positions)
                 self.positions[layer][slot, : len(copied.positions)] = copied.positions

@@ -119,8 +119,7 @@ class Statistics:
     answers: int = 0
     answer_tokens: int = 0
     prompt_tokens: int = 0  # of leaders, after common prefixes
-    follow_tokens: int = 0  # tokens of prompts and leaders' answers that followers run from their first pruned layer up
-    followed: int = 0  # answer tokens that followers share with their leader
+    follow_tokens: int = 0  # tokens of prompts that followers run from their first pruned layer up
     steps: int = 0  # decoding steps of all running rows
     scored: int = 0  # results of `Engine.score`
     alone: int = 0  # near-ties decided in a batch of one

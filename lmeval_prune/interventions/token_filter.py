@@ -161,10 +161,6 @@ class TokenFilter(Intervention):
         return {label: dict(zip(("tokens", "skipped"), total.tolist(), strict=True)) for label, total in totals.items()}
 
     @property
-    def skipped(self) -> dict[str, torch.Tensor]:
-        return self.attention.skipped if self.attention else {}
-
-    @property
     def needs_order(self) -> bool:
         return self.state == "run" and self.ratio > 0
 

@@ -405,22 +405,6 @@ def test_a_draw_depends_on_the_seed_alone_not_on_neighbours() -> None:
     assert first == again and len(set(map(tuple, first.values()))) > 4
 
 
-def test_samples_of_a_question_cost_one_prompt() -> None:
-    """Tokens × layers that run are those of the prompt, once, and of each answer."""
-    model, prompt = model_of("llama", 3), tuple(range(3, 23))
-    layers = {}
-    for count in (1, 6):
-        sampled = SamplingParams(8, do_sample=True, temperature=1.2)
-        requests = [Request(prompt, params=sampled, seed=seed) for seed in range(count)]
-        engine = Engine(model)
-        answers = [answer for _, answer in engine.decode([Request(prompt, params=SamplingParams(8)), *requests])]
-        decoded = sum(len(answer) - 1 for answer in answers)  # the last token of an answer is not run
-        layers[count] = engine.statistics.layer_tokens
-        assert layers[count] <= 3 * (len(prompt) + decoded)
-        assert engine.statistics.prompt_tokens == len(prompt)
-    assert layers[6] - layers[1] < 3 * len(prompt) * 5 / 2  # five more samples: far fewer than five more prompts
-
-
 def test_draws_have_the_distribution_that_generate_would_draw_from() -> None:
     logits = torch.tensor([2.0, 1.0, 0.5, -1.0, -3.0])
     setting = SamplingParams(10, do_sample=True, temperature=0.7, top_k=4, top_p=0.95)

@@ -223,84 +223,6 @@ class Layout:
         return self._prefix_tokens[owners]
 
 
-@dataclass(frozen=True)
-class SlotAttention:
-    """Attention of the queries of a packed pass over the keys and values in slots."""
-
-    options: AttentionOptions
-    layout: Layout
-    query: torch.Tensor  # (heads, tokens, width)
-    keys: torch.Tensor  # (slots, key-value heads, length, width)
-    values: torch.Tensor
-
-    def over_prefixes(self, layer: int) -> torch.Tensor:
-        """Compute the attention over the slots and their prefixes: each prefix once for all of its queries."""
-        options, layout, query = self.options, self.layout, self.query
-        slot_attention = self.over_slots(with_lse=True)
-        out, lse = torch.zeros_like(slot_attention[0]), torch.full_like(slot_attention[1], -torch.inf)
-        for prefix, tokens in layout.prefix_parts(layer):
-            q = query[:, tokens].reshape(1, self.keys.shape[1], -1, query.shape[-1])  # a group's heads become queries
-            mask = None
-            if options.window is not None:
-                hidden = torch.arange(prefix.length, device=q.device) <= layout.positions[tokens, None] - options.window
-                mask = additive_mask(hidden, q.dtype).repeat(q.shape[2] // len(tokens), 1)
-            k, v = prefix.keys[layer][None], prefix.values[layer][None]
-            attended, sums = options.attend_with_lse(q, k, v, mask)
-            out[tokens] = attended.reshape(len(query), len(tokens), -1).transpose(0, 1)
-            lse[tokens] = sums.reshape(len(query), len(tokens)).T
-        return join_attention([slot_attention, (out, lse)])
-
-    def over_slots(self, with_lse: bool = False) -> Attention:
-        """Compute the attention over the slots.
-
-        Returns:
-            (tokens, heads, width of values), and the log-sum-exp, (tokens, heads), if requested; else no numbers.
-        """
-        options, layout, query = self.options, self.layout, self.query
-        heads = query.shape[0]
-        is_compiled = query.device.type == "cpu" and query.dtype in _COMPILED and options.softcap is None
-        is_compiled &= options.window is None or layout.stored_positions is None
-        if not layout.parts:
-            return query.new_zeros(0, heads, self.values.shape[-1]), query.new_zeros(0, heads)
-        if is_compiled and all(part.tokens == 1 for part in layout.parts):
-            from lmeval_prune.kernels.decode_attention import decode  # numba takes a while to import
-
-            arguments = query.transpose(0, 1), self.keys, self.values, layout.slots, layout.offsets + 1
-            out, lse = decode(*arguments, options.scaling, options.window)
-            return out.to(query.dtype), lse
-        outputs = [self._over_part(part, with_lse) for part in layout.parts]
-        if layout.parts[0].unrepeated is None:
-            if len(outputs) == 1:
-                return outputs[0]
-            attended, sums = zip(*outputs, strict=True)
-            return torch.cat(attended), torch.cat(sums)
-        joined = [column[0].new_empty(query.shape[1], *column[0].shape[1:]) for column in zip(*outputs, strict=True)]
-        for part, columns in zip(layout.parts, outputs, strict=True):
-            for target, source in zip(joined, columns, strict=True):
-                target[cast(torch.Tensor, part.queries)[part.unrepeated]] = source[part.unrepeated]
-        return joined[0], joined[1]
-
-    def _over_part(self, part: Part, with_lse: bool) -> Attention:
-        """Compute the attention of a part, as `over_slots`."""
-        query, heads, kv_heads = self.query, self.query.shape[0], self.keys.shape[1]
-        group = heads // kv_heads
-
-        def by_token(x: torch.Tensor) -> torch.Tensor:
-            x = x.reshape(part.rows, heads, part.tokens, -1).transpose(1, 2)
-            return x.reshape(part.rows * part.tokens, heads, -1)
-
-        # the query heads of a group become queries of their key-value head
-        q = query[:, part.queries].reshape(-1, group, part.rows, part.tokens, query.shape[-1])
-        q = q.permute(2, 0, 1, 3, 4).reshape(part.rows, kv_heads, group * part.tokens, query.shape[-1])
-        k, v = self.keys[part.slots, :, : part.end], self.values[part.slots, :, : part.end]
-        mask = self.layout.mask(part, group, self.options.window, query.dtype)
-        if with_lse:
-            out, lse = self.options.attend_with_lse(q, k, v, mask)
-            return by_token(out), by_token(lse).squeeze(-1)
-        out = by_token(self.options.attend(q, k, v, mask))
-        return out, out.new_empty(len(out), 0)
-
-
 @dataclass
 class SlotCopy:
     """A copy of one slot in one layer."""
@@ -357,13 +279,83 @@ class KVCache(Store):
         stored = slice(None) if call.stored_mask is None else call.stored_mask
         keys[layout.slots[stored], :, offsets] = key[:, stored].transpose(0, 1)
         values[layout.slots[stored], :, offsets] = value[:, stored].transpose(0, 1)
-        attention = SlotAttention(options, query_layout, query[:, has_query], keys, values)
-        attended = attention.over_prefixes(layer) if layout.prefixes else attention.over_slots()[0]
+        query = query[:, has_query]
+        if layout.prefixes:
+            attended = self._over_prefixes(layer, options, layout, query)
+        else:
+            attended, _ = self._over_slots(layer, options, query_layout, query)
         if query_mask is None:
             return attended.unsqueeze(0), None
         out = attended.new_zeros(len(query_mask), *attended.shape[1:])
         out[has_query] = attended
         return out.masked_fill_(~query_mask[:, None, None], 0).unsqueeze(0), None
+
+    def _over_prefixes(
+        self, layer: int, options: AttentionOptions, layout: Layout, query: torch.Tensor
+    ) -> torch.Tensor:
+        """Compute the attention over the slots and their prefixes: each prefix once for all of its queries."""
+        slot_attention = self._over_slots(layer, options, layout, query, with_lse=True)
+        out, lse = torch.zeros_like(slot_attention[0]), torch.full_like(slot_attention[1], -torch.inf)
+        kv_heads = self.keys[layer].shape[1]
+        for prefix, tokens in layout.prefix_parts(layer):
+            q = query[:, tokens].reshape(1, kv_heads, -1, query.shape[-1])  # the heads of a group become queries
+            mask = None
+            if options.window is not None:
+                hidden = torch.arange(prefix.length, device=q.device) <= layout.positions[tokens, None] - options.window
+                mask = additive_mask(hidden, q.dtype).repeat(q.shape[2] // len(tokens), 1)
+            k, v = prefix.keys[layer][None], prefix.values[layer][None]
+            attended, sums = options.attend_with_lse(q, k, v, mask)
+            out[tokens] = attended.reshape(len(query), len(tokens), -1).transpose(0, 1)
+            lse[tokens] = sums.reshape(len(query), len(tokens)).T
+        return join_attention([slot_attention, (out, lse)])
+
+    def _over_slots(
+        self, layer: int, options: AttentionOptions, layout: Layout, query: torch.Tensor, with_lse: bool = False
+    ) -> Attention:
+        """Compute the attention of queries, (heads, tokens, width), over a layer's slots.
+
+        Returns:
+            (tokens, heads, width of values), and the log-sum-exp, (tokens, heads), if requested; else no numbers.
+        """
+        keys, values, (heads, tokens, width) = self.keys[layer], self.values[layer], query.shape
+        is_compiled = query.device.type == "cpu" and query.dtype in _COMPILED and options.softcap is None
+        is_compiled &= options.window is None or layout.stored_positions is None
+        if not layout.parts:
+            return query.new_zeros(0, heads, values.shape[-1]), query.new_zeros(0, heads)
+        if is_compiled and all(part.tokens == 1 for part in layout.parts):
+            from lmeval_prune.kernels.decode_attention import decode  # numba takes a while to import
+
+            arguments = query.transpose(0, 1), keys, values, layout.slots, layout.offsets + 1
+            out, lse = decode(*arguments, options.scaling, options.window)
+            return out.to(query.dtype), lse
+
+        def by_token(x: torch.Tensor, part: Part) -> torch.Tensor:
+            x = x.reshape(part.rows, heads, part.tokens, -1).transpose(1, 2)
+            return x.reshape(part.rows * part.tokens, heads, -1)
+
+        group, outputs = heads // keys.shape[1], list[Attention]()
+        for part in layout.parts:
+            # the query heads of a group become queries of their key-value head
+            q = query[:, part.queries].reshape(-1, group, part.rows, part.tokens, width)
+            q = q.permute(2, 0, 1, 3, 4).reshape(part.rows, -1, group * part.tokens, width)
+            k, v = keys[part.slots, :, : part.end], values[part.slots, :, : part.end]
+            mask = layout.mask(part, group, options.window, query.dtype)
+            if with_lse:
+                out, lse = options.attend_with_lse(q, k, v, mask)
+                outputs.append((by_token(out, part), by_token(lse, part).squeeze(-1)))
+            else:
+                out = by_token(options.attend(q, k, v, mask), part)
+                outputs.append((out, out.new_empty(len(out), 0)))
+        if layout.parts[0].unrepeated is None:
+            if len(outputs) == 1:
+                return outputs[0]
+            attended, all_sums = zip(*outputs, strict=True)
+            return torch.cat(attended), torch.cat(all_sums)
+        joined = [column[0].new_empty(tokens, *column[0].shape[1:]) for column in zip(*outputs, strict=True)]
+        for part, columns in zip(layout.parts, outputs, strict=True):
+            for target, source in zip(joined, columns, strict=True):
+                target[cast(torch.Tensor, part.queries)[part.unrepeated]] = source[part.unrepeated]
+        return joined[0], joined[1]
 
     def _filtered_layout(
         self, layer: int, layout: Layout, stored_mask: torch.Tensor | None, query_mask: torch.Tensor

@@ -31,8 +31,6 @@ from lmeval_prune.artefacts import (
     NONFINITE_REMEDY,
     check_finite,
     file_name,
-    output_lock,
-    read_artefact,
     read_tensors,
     write_bytes,
 )
@@ -40,7 +38,7 @@ from lmeval_prune.config import FrozenMapping
 from lmeval_prune.errors import InputError
 from lmeval_prune.interventions.base import Intervention, change_output, interventions_on
 from lmeval_prune.interventions.head_mask import HeadMask, zero_columns
-from lmeval_prune.interventions.table import SCHEMA_VERSION, ArtefactContents, load_intervention
+from lmeval_prune.interventions.table import ArtefactContents, load_intervention
 
 _NUMBER = r"\d{1,7}"  # ranges are expanded before they are compared with the model's width
 _RANGES = re.compile(rf"\s*{_NUMBER}(-{_NUMBER})?(\s*,\s*{_NUMBER}(-{_NUMBER})?)*\s*")
@@ -280,27 +278,17 @@ class Plan(Intervention):
         """Write JSON, and tensors and scores as safetensors next to it; errors as in the base class.
 
         The safetensors file is named by its content and written first, so that an interrupted write leaves the previous
-        plan intact. The safetensors file of a replaced plan is removed last.
+        plan intact.
         """
         from safetensors.torch import save
 
         path, entry = Path(path), {}
-        tensors = {**self.compensation, **{f"scores.{name}": value for name, value in self.scores.items()}}
-        if tensors:
+        if tensors := {**self.compensation, **{f"scores.{name}": value for name, value in self.scores.items()}}:
             data = save({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()})
             sha256 = hashlib.sha256(data).hexdigest()
             entry = {"tensors": {"file": f"{path.stem}.{sha256[:8]}.safetensors", "sha256": sha256}}
-        with output_lock(path):
-            if tensors:
-                write_bytes(path.with_name(entry["tensors"]["file"]), data)
-            try:
-                stale = read_artefact(path, self.schema(), SCHEMA_VERSION, PlanContents)[0]["tensors"]
-            except (InputError, KeyError):
-                stale = {"file": "", "sha256": ""}
-            super().save(path, model_map, made=dict(self.provenance), **entry, **extra)
-            # only a file with the name that `save` gave it: an edited plan may name a file of the user's
-            if stale["file"] == f"{path.stem}.{stale['sha256'][:8]}.safetensors" and stale != entry.get("tensors"):
-                path.with_name(stale["file"]).unlink(missing_ok=True)
+            write_bytes(path.with_name(entry["tensors"]["file"]), data)
+        super().save(path, model_map, made=dict(self.provenance), **entry, **extra)
 
     @classmethod
     def fields_of(cls, path: Path, content: dict[str, Any]) -> dict[str, Any]:

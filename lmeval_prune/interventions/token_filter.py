@@ -282,7 +282,7 @@ class FilteredAttention:
     def _attend_in_store(self, call: AttentionCall, store: Store, attend: Attend) -> Attended:
         totals = self._totals(call.layer.label, call.key.device)
         fresh = partial(Memory.fresh, store.count, call.key, call.value)
-        memory = store.state(call, self, lambda: SlotMemory(*fresh().tensors, totals))
+        memory = store.state(call, self, lambda: SlotMemory(totals=totals, **vars(fresh())))
         decisions, start = [], 0
         for count, sequences in groupby(zip(store.packed.slots, store.packed.counts, strict=True), key=itemgetter(1)):
             slots = torch.tensor([slot for slot, _ in sequences], device=call.key.device)
@@ -509,9 +509,6 @@ class FilteredCacheLayer(CacheLayerMixin):
     def reset(self) -> None:
         self.memory, self.tokens, self.longest, self.is_initialized = None, 0, 0, False
 
-    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        self.batch_select_indices(beam_idx)
-
     def batch_repeat_interleave(self, repeats: int) -> None:
         if self.memory:
             self.batch_select_indices(torch.arange(len(self.lengths)).repeat_interleave(repeats))
@@ -521,6 +518,8 @@ class FilteredCacheLayer(CacheLayerMixin):
             rows = indices.to(self.keys.device)
             self.keys, self.values, self.positions = self.keys[rows], self.values[rows], self.positions[rows]
             self.lengths, self.memory = self.lengths[rows], self.memory.rows(rows)
+
+    reorder_cache: Any = batch_select_indices  # of the beams that continue
 
     def crop(self, tokens_to_remove: int) -> None:
         if tokens_to_remove:

@@ -229,8 +229,8 @@ class SlotCopy:
 
     keys: torch.Tensor  # (key-value heads, tokens, width)
     values: torch.Tensor
-    positions: torch.Tensor | None  # in the text, (tokens,), if the layer stores only some tokens
-    states: dict[Hashable, Any]  # by handler
+    positions: torch.Tensor | None = None  # in the text, (tokens,), if the layer stores only some tokens
+    states: dict[Hashable, Any] = field(default_factory=dict)  # by handler
 
 
 class KVCache(Store):
@@ -443,14 +443,9 @@ class KVCache(Store):
     def begin(self, slot: int, prefix: Prefix | None, is_copied: bool) -> None:
         """Assign a prefix, or none, to a slot for a new sequence; if it `is_copied`, the slot holds its tokens, too."""
         self.prefixes[slot], self.copied[slot] = prefix, 0
-        if prefix is None or not is_copied:
-            return
-        self.prefixes[slot], self.copied[slot] = None, prefix.length
-        for layer, (key, value) in enumerate(zip(prefix.keys, prefix.values, strict=True)):
-            if layer not in self.keys:
-                self._allocate(layer, key, value)
-            self.keys[layer][slot, :, : prefix.length] = key
-            self.values[layer][slot, :, : prefix.length] = value
+        if prefix and is_copied:
+            self.prefixes[slot], self.copied[slot] = None, prefix.length
+            self.restore(slot, [SlotCopy(*tensors) for tensors in zip(prefix.keys, prefix.values, strict=True)])
 
     def move(self, source: int, target: int, length: int) -> None:
         """Move a sequence of `length` tokens, without its prefix, to another slot."""
@@ -476,12 +471,13 @@ class KVCache(Store):
             copies.append(SlotCopy(keys, values, positions, states))
         return copies
 
-    def restore(self, slot: int, copies: Sequence[SlotCopy], layers: int) -> None:
-        """Write copies into a slot, in the first `layers` layers, after its copied prefix."""
-        begin = self.copied[slot]  # `begin` has written the prefix
-        for layer, copied in zip(range(layers), copies, strict=False):
+    def restore(self, slot: int, copies: Sequence[SlotCopy]) -> None:
+        """Write copies of the first layers into a slot."""
+        for layer, copied in enumerate(copies):
+            if layer not in self.keys:
+                self._allocate(layer, copied.keys, copied.values)
             for storage, part in ((self.keys, copied.keys), (self.values, copied.values)):
-                storage[layer][slot, :, begin : part.shape[1]] = part[:, begin:]
+                storage[layer][slot, :, : part.shape[1]] = part
             if copied.positions is not None:
                 self.lengths[layer][slot] = len(copied.positions)
                 self.positions[layer][slot, : len(copied.positions)] = copied.positions

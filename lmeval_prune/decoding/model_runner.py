@@ -86,16 +86,16 @@ class LayerSkip:
             names = (".".join(parts[:end]) for end in range(1, len(parts)))
             name = next((name for name in names if isinstance(modules.get(name), nn.ModuleList)), "")
             if not name or parts[name.count(".") + 1] != str(layer.index):
-                raise InputError(f"{layer.name} is not in a list of decoder layers")
+                raise UnsupportedAttention(f"the model's {layer.name} is not in a list of decoder layers")
             lists.add(name)
             indices.add(layer.index)
         self._list = cast(nn.ModuleList, modules[min(lists)])
         gaps = [layer for index, layer in enumerate(self._list) if index not in indices]
-        if len(lists) > 1 or not all(map(has_absent, gaps)):
-            raise InputError("the model has decoder layers without attention, or several stacks of layers")
         numbers = [getattr(layer.module, "layer_idx", number) for number, layer in enumerate(model_map.attention)]
-        if gaps and numbers != [*range(self.count)]:
-            raise InputError("the model has layers of several types, and lacks the attention of some")
+        if len(lists) > 1 or not all(map(has_absent, gaps)) or (gaps and numbers != [*range(self.count)]):
+            raise UnsupportedAttention(
+                "the model has several stacks of layers, or layers without attention among others"
+            )
         with_attention = accumulate(index in indices for index in range(len(self._list)))
         self._numbers = [max(0, count - 1) for count in with_attention]
 

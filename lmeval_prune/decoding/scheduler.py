@@ -125,7 +125,7 @@ class Scheduler:
             group, row.cached = row.group, len(row.prompt)
             if follows:
                 self.statistics.follow_tokens += row.cached
-                self.runner.cache.restore(row.slot, group.leader_cache, first)
+                self.runner.cache.restore(row.slot, group.leader_cache[:first])
                 continue
             self.statistics.prompt_tokens += row.cached
             if group.followers:

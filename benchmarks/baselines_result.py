@@ -100,7 +100,6 @@ SETTINGS = {  # rows in their authors' settings: the row of the same budget in e
     "wanda_sp, first 3 layers spared": ("wanda_sp", "the first three layers spared (Probe Pruning's authors)"),
     "slimgpt, authors' 50%": ("slimgpt", "the first layer loses 0.24 of the share instead of 0.31"),
     "slimgpt, 2,048 tokens": ("slimgpt", "8 windows of 2,048 tokens instead of 128 of 128"),
-    "probe pruning, authors' setting": ("probe pruning", "less left out; one choice for 16 texts"),
 }
 
 
@@ -150,8 +149,6 @@ def _settings(ends: dict[str, Any]) -> Iterator[Row]:
         yield Row("llm_pruner, authors' layers", "llm_pruner", ratio, options=ends)
         yield Row("probe pruning", "", ratio)
     for ratio in RATIOS:
-        ratio_in_play = round(ratio * 30 / 27, 2)  # of the layers that the setting does not spare
-        yield Row("probe pruning, authors' setting", "", ratio, method_options={"ratio": ratio_in_play, "state": "run"})
         yield Row("llm_pruner, authors' setting", "llm_pruner", ratio, options=ends, reads=(10, 64, 0))
     for seed in (1, 2):
         name = f"llm_pruner, authors' setting, seed {seed}"
@@ -348,7 +345,7 @@ def probed(row: Row, model_map: Any, windows: dict[str, torch.Tensor]) -> dict[s
     maskable = sum(counts[kind] * costs[kind] for kind in costs) * (len(layers) - 3) / len(layers)
     method = ProbePruning(**{"ratio": row.ratio * _removable(model_map) / maskable, **row.method_options})
     quality = {}
-    for name, text_windows in windows.items():  # what is remembered begins anew with each text
+    for name, text_windows in windows.items():
         with method.applied_to(model_map.model, model_map):
             quality |= perplexities(model_map.model, {name: text_windows})
             (applied,) = interventions_on(model_map.model)
@@ -357,7 +354,7 @@ def probed(row: Row, model_map: Any, windows: dict[str, torch.Tensor]) -> dict[s
     all_, without = parameters(model_map.model)
     flops = formula_flops(model_map, WINDOW)
     left = {"parameters": all_, "without_embeddings": without, "flops": flops, "removed": {}}
-    settings = {"ratio": method.ratio, "state": method.state, "skip_first": method.skip_first}
+    settings = {"ratio": method.ratio, "skip_first": method.skip_first}
     return {"perplexity": quality, **left, "masked": masked, "removable": _removable(model_map), **settings}
 
 

@@ -466,20 +466,15 @@ def factors(work: Work, pairs: Pairs, repeats: int) -> dict[str, Any]:
         "1 off: one mask at a time (nothing is shared either)": lambda: {
             key: text for part in by_mask for key, text in work.by_engine(part, work.engine()).items()
         },
-        "2 off: each request by itself (no following either)": lambda: work.by_engine(
+        "2 off: each request by itself (no followers either)": lambda: work.by_engine(
             pairs, work.engine(Schedule(share=False))
         ),
         "3 off: batches of 16 rows end as a whole": lambda: work.by_engine(
             pairs, work.engine(Schedule(refill=False), max_rows=16)
         ),
         "3 on, 16 rows": lambda: work.by_engine(pairs, work.engine(max_rows=16)),
-        "5 off: no lookup drafts": lambda: work.by_engine(pairs, work.engine(Schedule(drafts=0))),
-        "5 without a budget: drafts for all rows": lambda: work.by_engine(pairs, work.engine(Schedule(budget=100_000))),
-        "6 off: followers share the prompt, not the answer": lambda: work.by_engine(
-            pairs, work.engine(Schedule(follow=0))
-        ),
-        "7 off: no common prefixes": lambda: work.by_engine(pairs, work.engine(Schedule(prefix=0))),
-        "8 off: PyTorch's attention in each step": lambda: by_sdpa(work, pairs),
+        "5 off: no common prefixes": lambda: work.by_engine(pairs, work.engine(Schedule(prefix=0))),
+        "6 off: PyTorch's attention in each step": lambda: by_sdpa(work, pairs),
     }
     work.by_engine(pairs[:9], work.engine())  # whatever is slow only once
     seconds: dict[str, list[float]] = defaultdict(list)

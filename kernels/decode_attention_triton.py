@@ -215,7 +215,11 @@ def decode(
     (rows, heads, width), (kv_heads, capacity, width_v) = query.shape, values.shape[1:]
     splits = splits or _splits(rows * kv_heads, min(capacity, window or capacity), query.device)
     config = config or _configuration(query, keys, values, splits)
-    out, partial, partial_log = _outputs(query, width_v, splits)
+    out = torch.empty(rows, heads, width_v, dtype=query.dtype, device=query.device)
+    partial = partial_log = out
+    if splits > 1:
+        partial = torch.empty(rows, heads, splits, width_v, dtype=torch.float32, device=query.device)
+        partial_log = torch.empty(rows, heads, splits, dtype=torch.float32, device=query.device)
     block_dv = max(16, triton.next_power_of_2(width_v))
     _decode_kernel[(rows, kv_heads, splits)](
         query=query,
@@ -230,10 +234,15 @@ def decode(
         scale=scaling * _LOG2_E.value,
         softcap=(softcap or 1.0) * _LOG2_E.value,
         window=window or 0,
-        **_strides("query", query, "row", "head"),
-        **_strides("key", keys, "row", "head", ""),
-        **_strides("value", values, "row", "head", ""),
-        **_strides("position", positions, "row"),
+        stride_query_row=query.stride(0),
+        stride_query_head=query.stride(1),
+        stride_key_row=keys.stride(0),
+        stride_key_head=keys.stride(1),
+        stride_key=keys.stride(2),
+        stride_value_row=values.stride(0),
+        stride_value_head=values.stride(1),
+        stride_value=values.stride(2),
+        stride_position_row=0 if positions is None else positions.stride(0),
         GROUP=heads // kv_heads,
         BLOCK_G=triton.next_power_of_2(heads // kv_heads),
         WIDTH=width,
@@ -253,25 +262,8 @@ def decode(
     return out
 
 
-def _outputs(query: torch.Tensor, width: int, splits: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Allocate the output, and the splits' parts of it; without splits, the output stands for them."""
-    out = torch.empty(*query.shape[:2], width, dtype=query.dtype, device=query.device)
-    if splits == 1:
-        return out, out, out
-    shape = (*query.shape[:2], splits)
-    partial = torch.empty(*shape, width, dtype=torch.float32, device=query.device)
-    return out, partial, torch.empty(*shape, dtype=torch.float32, device=query.device)
-
-
 def _contiguous_vectors(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
-
-
-def _strides(name: str, tensor: torch.Tensor | None, *dimensions: str) -> dict[str, int]:
-    """Return a tensor's strides as arguments of the kernel; 0 without a tensor."""
-    strides = [0] * len(dimensions) if tensor is None else tensor.stride()
-    names = ["_".join(filter(None, ("stride", name, dimension))) for dimension in dimensions]
-    return dict(zip(names, strides, strict=False))
 
 
 def _splits(programs: int, keys: int, device: torch.device) -> int:
@@ -289,21 +281,14 @@ def _configuration(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
     group = query.shape[1] // keys.shape[1]
     case = (query.device, query.dtype, group, keys.shape[-1], values.shape[-1], splits > 1)
     if case not in _CHOSEN:
-        configs = DOT_CONFIGS + (SUM_CONFIGS if group <= SMALL_GROUP else [])
-        _CHOSEN[case] = min(configs, key=bind(_milliseconds, query, keys, values, splits))
+        lengths = torch.full((len(query),), min(keys.shape[2], TIMED_KEYS), device=query.device)
+
+        def milliseconds(config: triton.Config) -> float:
+            launch = bind(decode, query, keys, values, lengths, 1.0, splits=splits, config=config)
+            try:
+                return float(triton.testing.do_bench(launch, warmup=10, rep=40, return_mode="median"))
+            except triton.runtime.errors.OutOfResources:
+                return float("inf")
+
+        _CHOSEN[case] = min(DOT_CONFIGS + (SUM_CONFIGS if group <= SMALL_GROUP else []), key=milliseconds)
     return _CHOSEN[case]
-
-
-def _milliseconds(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, splits: int, config: triton.Config
-) -> float:
-    """Return a configuration's time over rows with equally many tokens; infinite if it does not fit the device."""
-    lengths = torch.full((len(query),), min(keys.shape[2], TIMED_KEYS), device=query.device)
-
-    def launch() -> None:
-        decode(query, keys, values, lengths, 1.0, splits=splits, config=config)
-
-    try:
-        return float(triton.testing.do_bench(launch, warmup=10, rep=40, return_mode="median"))
-    except triton.runtime.errors.OutOfResources:
-        return float("inf")

@@ -24,7 +24,6 @@ MAX_HEAD_WIDTH = 256  # a wider head does not fit into the registers of a Triton
 
 
 def on_device(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is on a device that runs Triton kernels."""
     return tensor.is_cuda or KERNELS_ON_CPU
 
 
@@ -53,7 +52,6 @@ def _warn_once(operation: str, reason: str) -> None:
 
 
 def unsupported_types(*tensors: torch.Tensor) -> str | None:
-    """Return a reason if the dtypes of these tensors do not allow a kernel."""
     types = {tensor.dtype for tensor in tensors}
     if len(types) > 1 or not types <= {torch.float32, torch.float16, torch.bfloat16}:
         names = sorted(str(dtype).removeprefix("torch.") for dtype in types)
@@ -62,16 +60,13 @@ def unsupported_types(*tensors: torch.Tensor) -> str | None:
 
 
 def needs_gradients(*tensors: torch.Tensor | None) -> str | None:
-    """Return a reason if one of these tensors needs a gradient."""
     needs = torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
     return "the kernel computes no gradients" if needs else None
 
 
 def too_wide(*widths: int) -> str | None:
-    """Return a reason if heads are wider than the kernels' limit."""
     return f"heads are {max(widths)} wide, more than {MAX_HEAD_WIDTH}" if max(widths) > MAX_HEAD_WIDTH else None
 
 
 def launch_on(tensor: torch.Tensor) -> AbstractContextManager[object]:
-    """Return a context that launches kernels on a tensor's device."""
     return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()

@@ -49,12 +49,10 @@ class Rule:
 
     @cached_property
     def kind(self) -> int:
-        """Index of `similarity`, for kernels."""
         return SIMILARITIES.index(self.similarity)
 
     @property
     def as_printed(self) -> bool:
-        """Return whether fusion follows eq. 1 as printed in the paper."""
         return self.fusion == "as_printed"
 
 
@@ -81,20 +79,16 @@ class Memory:
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """All tensors, rows first."""
         return [getattr(self, field.name) for field in fields(Memory)]
 
     @property
     def is_shared(self) -> bool:
-        """Return whether several sequences share one threshold."""
         return len(self.states) == 1 < len(self.started)
 
     def rows(self, rows: torch.Tensor) -> Memory:
-        """Return a copy of some rows."""
         return Memory(*(tensor[rows] for tensor in self.tensors))
 
     def write(self, rows: torch.Tensor | int, memory: Memory) -> None:
-        """Overwrite some rows."""
         for tensor, new in zip(self.tensors, memory.tensors, strict=True):
             tensor[rows] = new
 

@@ -154,7 +154,7 @@ def profile(
     check_writable(folder / "profile.json")
     import torch
 
-    from lmeval_prune.decoding.engine import EngineSpeed
+    from lmeval_prune.decoding.engine import engine_rate
     from lmeval_prune.profiling.speed import Workload, environment, generate_rate, measure_models, write
 
     torch.set_num_threads(threads)
@@ -166,7 +166,7 @@ def profile(
         summaries = measure_checkpoints(names, text)
         cells = {name: distance.cells(distances) for name, distances in summaries.items()}
     work = Workload(prompt, new, batches, rounds, clock)
-    answerers: dict[str, Any] = {"generate": generate_rate, "engine": EngineSpeed()}
+    answerers: dict[str, Any] = {"generate": generate_rate, "engine": engine_rate}
     rows = measure_models(names, work, {name: answerers[name] for name in answers}, torch_device)
     for name, distances in summaries.items():
         rows[name]["distance"] = distances

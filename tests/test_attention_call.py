@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from contextlib import ExitStack
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -12,27 +11,9 @@ import torch
 from transformers import DynamicCache
 
 from lmeval_prune import HeadMask, InputError, map_model
-from lmeval_prune.architectures import ModelMap
-from lmeval_prune.decoding import Engine, Request, SamplingParams
-from lmeval_prune.interventions import Intervention
 from lmeval_prune.interventions.applied import changed_by
 from lmeval_prune.interventions.attention_call import Attend, AttentionCall, check_attention_calls, intercept_attention
 from tests.tiny_models import CAUSAL, ENCODERS, OWN_ATTENTION, SEQ2SEQ, distinct, output, tiny, tokens
-
-
-@dataclass(frozen=True)
-class Dimmed(Intervention):
-    """Scales a head of every layer, through the attention call; depends on each token alone."""
-
-    tokenwise = True
-    factor: float = -1.0
-
-    def attach(self, model_map: ModelMap, stack: ExitStack) -> None:
-        def dim(call: AttentionCall, attend: Attend) -> Any:
-            out, weights = attend(call)
-            return torch.cat([out[:, :, :1] * self.factor, out[:, :, 1:]], dim=2), weights
-
-        intercept_attention(model_map, dim, stack)
 
 
 def through(model: Any, handler: Any, inputs: torch.Tensor, **arguments: Any) -> torch.Tensor:
@@ -119,27 +100,6 @@ def test_it_is_undone_in_any_order_and_by_an_exception() -> None:
         intercept_attention(model_map, passed_on, stack)
         raise RuntimeError
     assert model.config._attn_implementation == "sdpa"
-
-
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "mistral"])
-def test_it_stands_in_front_of_the_engines_store_too(family: str) -> None:
-    model = tiny(family, **({"sliding_window": 6} if family == "mistral" else {}))
-    requests = [
-        Request(tuple(tokens(1, length, seed=length)[0].tolist()), mask, SamplingParams(12, ()), tag=length)
-        for length in (3, 9, 5)
-        for mask in (None, HeadMask("L1H2"))
-    ]
-    with Dimmed().applied_to(model):
-        engine = Engine(model)
-        assert engine.unsupported is None
-        actual = {(request.tag, request.mask): answer for request, answer in engine.decode(requests)}
-        for request in requests:
-            ids = torch.tensor([request.prompt])
-            with request.mask.applied_to(model) if request.mask else ExitStack():
-                out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, eos_token_id=None)
-            assert actual[request.tag, request.mask] == out[0, ids.shape[1] :].tolist()
-    dense = {(request.tag, request.mask): answer for request, answer in Engine(model).decode(requests)}
-    assert actual != dense
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])

@@ -179,7 +179,7 @@ def test_flap_reference_removes_what_its_code_removes(ratio: float, kv_heads: in
     gone = (attention <= threshold).nonzero().tolist()
     assert {*plan.heads} == {f"L{row}H{share * unit + n}" for row, unit in gone for n in range(share)} != set()
     for row, value in enumerate(mlp):
-        assert plan.channel_numbers(f"L{row}") == (value <= threshold).nonzero().flatten().tolist()
+        assert plan.channels[f"L{row}"].numbers == (value <= threshold).nonzero().flatten().tolist()
 
 
 def test_flap_reference_in_steps_removes_no_more_than_the_target() -> None:
@@ -207,7 +207,7 @@ def test_wanda_sp_sees_layers_that_are_pruned_already() -> None:
     assert gone == {*scores.argsort()[: len(gone)].tolist()}
     weight = weight_of(model_map.feed_forward[1].down)
     scores = weight.abs().mean(0) * x["L1.down"].square().mean(0).sqrt()
-    lost = plan.channel_numbers("L1")
+    lost = plan.channels["L1"].numbers
     assert {*lost} == {*scores.argsort()[: len(lost)].tolist()} and len(lost) in (14, 15)
 
 
@@ -377,7 +377,7 @@ def test_wanda_sp_makes_up_for_what_the_down_projection_reads_by_then(kind: str)
     assert heads and own
     with Plan(heads, compensation=own).applied_to(model):
         x = inputs_of(model_map, text)["L0.down"]
-    gone, weight = plan.channel_numbers("L0"), weight_of(model_map.feed_forward[0].down)
+    gone, weight = plan.channels["L0"].numbers, weight_of(model_map.feed_forward[0].down)
     kept = [column for column in range(48) if column not in gone]
     if kind == "bias":
         expected = weight[:, gone] @ x.mean(0)[gone]
@@ -571,7 +571,7 @@ def test_standardised_scores_rank_heads_and_channels_that_are_counted() -> None:
         for number, x in enumerate(values)
     ]
     lowest = {name for _, name in sorted(every)[: int(0.3 * len(every))]}
-    assert lowest == {(label, number) for label in plan.channels for number in plan.channel_numbers(label)}
+    assert lowest == {(label, number) for label in plan.channels for number in plan.channels[label].numbers}
     assert len({name[:2] for name in plan.heads}) > 2
     raw = plan_by("flap", model_map, text, budget="heads", ratio=0.5, ffn_ratio=0.3, allocation="global")
     assert raw.heads != plan.heads and raw.provenance["head_allocation"] == "global"

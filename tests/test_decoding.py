@@ -1,6 +1,5 @@
 """The decoding engine against transformers' `generate`, one request at a time with its mask hooked."""
 
-import gc
 import itertools
 import math
 import random
@@ -21,7 +20,7 @@ from lmeval_prune.architectures import map_model
 from lmeval_prune.decoding import Engine, Request, SamplingParams, Schedule, Stopping
 from lmeval_prune.decoding.kv_cache import KVCache
 from lmeval_prune.decoding.sampling import Sampler, cumulative_distribution, draw, near_tied_argmax
-from lmeval_prune.decoding.scheduler import NgramIndex, Scheduler
+from lmeval_prune.decoding.scheduler import Scheduler
 from lmeval_prune.interventions import HeadMask
 from lmeval_prune.interventions.token_filter import TokenFilter
 
@@ -99,7 +98,7 @@ MORE = ("gpt2", "gemma3_text", "cohere2", "mixtral", "gptj", "codegen", *BY_GENE
 def test_every_family_gives_what_generate_gives(family: str) -> None:
     """Those that the engine does not run fall back; the answers are `generate`'s all the same."""
     model = model_of(family)
-    engine = Engine(model, Letters(), max_rows=5, schedule=Schedule(budget=12))
+    engine = Engine(model, Letters(), max_rows=5)
     assert (engine.unsupported is not None) == (family in BY_GENERATE), engine.unsupported
     requests = some_requests(model, seed=1)
     result = answers(engine, requests)
@@ -123,7 +122,7 @@ def test_every_family_gives_what_generate_gives(family: str) -> None:
 def test_sliding_windows(family: str, changes: dict[str, Any]) -> None:
     """Answers longer than the window, so that it hides keys."""
     model = model_of(family, **changes)
-    engine = Engine(model, Letters(), max_rows=5, schedule=Schedule(budget=12))
+    engine = Engine(model, Letters(), max_rows=5)
     assert engine.unsupported is None
     requests = some_requests(model, seed=2, longest=20)
     result = answers(engine, requests)
@@ -139,11 +138,8 @@ def test_sliding_windows(family: str, changes: dict[str, Any]) -> None:
     top=st.fixed_dictionaries({"max_rows": st.integers(1, 9), "deterministic": st.booleans()}),
     schedule=st.fixed_dictionaries(
         {
-            "follow": st.sampled_from([0, 1, 3, 16]),
             "share": st.booleans(),
             "refill": st.booleans(),
-            "drafts": st.sampled_from([0, 1, 8]),
-            "budget": st.sampled_from([0, 6, 40]),
         }
     ),
 )
@@ -159,26 +155,15 @@ def test_any_options_and_order_give_what_generate_gives(
         assert result[request.tag] == alone(model, request), request
 
 
-@pytest.mark.parametrize("mask", [None, HeadMask("L0H1")], ids=str)
-def test_a_compiled_model_runs_eagerly(mask: HeadMask | None) -> None:
+def test_a_compiled_model_runs_eagerly() -> None:
     """Code that is compiled while the cache and skippable layers are in the model would keep them."""
     model, passes = tiny("llama"), list[Any]()
-    requests = [Request((5, 6, 7 + n), mask, SamplingParams(6, ()), tag=n) for n in range(3)]
+    requests = [Request((5, 6, 7 + n), None, SamplingParams(6, ()), tag=n) for n in range(3)]
     expected = answers(Engine(model), requests)
     model.compile(backend=lambda graph, _: (passes.append(graph), graph)[1])
     engine = Engine(model)
     assert engine.unsupported is None and len(passes) == 1  # the check's pass of the model as it is
     assert answers(engine, requests) == expected and len(passes) == 1
-
-
-def test_drafts_and_followers_are_used() -> None:
-    """What the other tests compare did run on every path."""
-    model = model_of("llama")
-    engine = Engine(model, Letters(), max_rows=4, schedule=Schedule(budget=20), deterministic=True)
-    answers(engine, some_requests(model, seed=3, prompts=6))
-    done = engine.statistics
-    assert min(done.followed, done.follow_tokens, done.steps, done.drafted, done.draft_accepted) > 0
-    assert done.step_tokens > done.step_rows
 
 
 def test_layers_below_the_first_pruned_one_do_not_run_for_followers() -> None:
@@ -345,10 +330,10 @@ def test_what_is_stored_and_kept_stays_within_memory(
                     *([] if layer_cache.positions is None else [layer_cache.positions]),
                 ]
                 tensors += [tensor for state in layer_cache.states.values() for tensor in state.tensors]
-            tensors += [*(piece for pieces in question.layer_inputs.values() for piece in pieces)]
+            tensors += [*question.layer_inputs.values()]
         held.append(sum(tensor.numel() * tensor.element_size() for tensor in tensors))
 
-    for method in ("_step", "_start_leaders", "_start_followers", "_remove_ended"):
+    for method in ("_step", "_start", "_remove_ended"):
         watch(monkeypatch, method, measure)
     monkeypatch.setattr("lmeval_prune.decoding.scheduler.near_tied_argmax", lambda logits: logits.argmax(-1) % 3 == 0)
     with filtered.applied_to(model) if filtered else nullcontext():
@@ -416,27 +401,8 @@ def test_a_draw_depends_on_the_seed_alone_not_on_neighbours() -> None:
         Request((5, 6, 7), HeadMask("L1H1") if seed % 2 else None, sampled, seed, tag=seed) for seed in range(8)
     ]
     first = answers(Engine(model, max_rows=3), requests)
-    again = answers(
-        Engine(model, max_rows=8, schedule=Schedule(follow=0, drafts=0, share=False)), list(reversed(requests))
-    )
+    again = answers(Engine(model, max_rows=8, schedule=Schedule(share=False)), list(reversed(requests)))
     assert first == again and len(set(map(tuple, first.values()))) > 4
-
-
-@pytest.mark.parametrize("follow", [0, 16])
-def test_samples_of_a_question_cost_one_prompt(follow: int) -> None:
-    """Tokens × layers that run are those of the prompt, once, and of each answer."""
-    model, prompt = model_of("llama", 3), tuple(range(3, 23))
-    layers = {}
-    for count in (1, 6):
-        sampled = SamplingParams(8, do_sample=True, temperature=1.2)
-        requests = [Request(prompt, params=sampled, seed=seed) for seed in range(count)]
-        engine = Engine(model, schedule=Schedule(drafts=0, follow=follow))
-        answers = [answer for _, answer in engine.decode([Request(prompt, params=SamplingParams(8)), *requests])]
-        decoded = sum(len(answer) - 1 for answer in answers)  # the last token of an answer is not run
-        layers[count] = engine.statistics.layer_tokens
-        assert layers[count] <= 3 * (len(prompt) + decoded)
-        assert engine.statistics.prompt_tokens == len(prompt)
-    assert layers[6] - layers[1] < 3 * len(prompt) * 5 / 2  # five more samples: far fewer than five more prompts
 
 
 def test_draws_have_the_distribution_that_generate_would_draw_from() -> None:
@@ -536,35 +502,18 @@ def test_a_stop_text_is_found_however_the_answer_spells_it() -> None:
 # --------------------------------------------------------------------------- parts
 
 
-def test_lookup_proposes_what_followed_the_longest_run() -> None:
-    lookup = NgramIndex()
-    lookup.add([1, 2, 3, 4, 5, 9, 3, 4, 7, 8])
-    assert lookup.propose([2, 3, 4], 3) == (3, [5, 9, 3])
-    assert lookup.propose([0, 3, 4], 2) == (2, [7, 8])  # the later of two
-    assert lookup.propose([8, 1], 2) == (0, [])
-    own = NgramIndex()
-    own.extend([1, 2, 3, 1, 2])
-    assert own.propose([1, 2], 8) == (2, [3, 1, 2])
-    own.extend([4, 1, 2])
-    assert own.propose([1, 2], 1) == (2, [4])
-
-
-@pytest.mark.parametrize("seeds", [2, pytest.param(12, marks=pytest.mark.long)])
-def test_deterministic_answers_do_not_depend_on_neighbours(seeds: int) -> None:
-    """In bfloat16, where a row's rounding changes with the shape of its batch: without it, some answers do."""
+def test_deterministic_answers_do_not_depend_on_neighbours() -> None:
+    """Logits in bfloat16 that differ a little with the shape of the pass: without it, some answers do."""
     model = tiny("llama", dtype=torch.bfloat16, num_hidden_layers=4)
+    model.lm_head.register_forward_hook(
+        lambda _, args, out: out * (1 + torch.arange(VOCABULARY).mul(args[0].shape[1]).sin() / 100).to(out.dtype)
+    )
+    requests = [Request(r.prompt, r.mask, SamplingParams(30), tag=r.tag) for r in some_requests(model, 0, longest=20)]
 
     def differing(deterministic: bool) -> int:
-        engine, count = Engine(model, deterministic=deterministic), 0
-        for seed in range(seeds):
-            requests = [
-                Request(r.prompt, r.mask, SamplingParams(30), tag=r.tag) for r in some_requests(model, seed, longest=20)
-            ]
-            together = answers(engine, requests)
-            for request in requests:
-                single = answers(engine, [request])
-                count += single[request.tag] != together[request.tag]
-        return count
+        engine = Engine(model, deterministic=deterministic)
+        together = answers(engine, requests)
+        return sum(answers(engine, [request])[request.tag] != together[request.tag] for request in requests)
 
     assert differing(True) == 0 < differing(False)
 
@@ -645,32 +594,6 @@ def test_near_ties_of_all_lines_are_those_of_each(dtype: torch.dtype, scale: flo
         near_tied_argmax(logits).tolist() == expected == [SAMPLER.near_tie(line, Request((1,)), []) for line in logits]
     )
     assert expected[0] and not all(expected)
-
-
-@pytest.mark.parametrize("prompts", [100, pytest.param(667, marks=pytest.mark.long)])
-def test_memory_does_not_grow(prompts: int) -> None:
-    """Many requests through few slots: no tensors are left, and none pile up on the way."""
-    model = model_of("llama", layers=2)
-    masks = [None, HeadMask("L0H0"), HeadMask("L1H1")]
-    requests = [
-        Request((3 + n % 50, 4 + n // 50, 5), mask, SamplingParams(5), tag=(n, i))
-        for n in range(prompts)
-        for i, mask in enumerate(masks)
-    ]
-    engine = Engine(model, max_rows=8)
-    sizes = []
-
-    def held() -> int:
-        gc.collect()
-        return sum(x.numel() for x in gc.get_objects() if isinstance(x, torch.Tensor))
-
-    list(engine.decode(requests[:9]))  # whatever is made once
-    before = held()
-    for number, _ in enumerate(engine.decode(requests)):
-        if number % prompts == prompts // 2:
-            sizes.append(held())
-    assert len(sizes) == 3 and max(sizes) - min(sizes) < 20_000, sizes
-    assert held() - before < 1000
 
 
 @pytest.mark.parametrize(

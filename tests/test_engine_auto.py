@@ -1,7 +1,6 @@
 """`engine=auto`: each request by the engine or by lm-eval's `hf`, with the texts, keys and reports of `hf` alone."""
 
 import json
-import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,8 @@ from lmeval_prune.models.answer_store import read_answers
 from lmeval_prune.models.arguments import Arguments
 from lmeval_prune.models.pruned_hf import PrunedHFLM
 from lmeval_prune.tasks import compat
-from tests.test_command_line import call, lm_eval
+from tests.covers import crossed
+from tests.test_command_line import lm_eval
 from tests.test_pruned_hf import HEADS, PROMPTS, model
 from tests.tiny_models import BY_GENERATE, CAUSAL, tiny
 
@@ -231,46 +231,44 @@ def test_a_rank_without_requests_for_hf_runs_one_with_the_others(
 # --------------------------------------------------------------------------- lm-eval's command line
 
 
-def evaluated(folder: Path, cwd: Path, name: str, words: tuple[str, ...] = (), ranks: int = 1, **arguments: Any) -> Any:
+def evaluated(folder: Path, cwd: Path, name: str, words: tuple[str, ...] = (), **arguments: Any) -> Any:
     """Evaluate a tiny task by lm-eval's command; return the texts of its log by document."""
     output = cwd / name
     model_args = {"pretrained": str(folder), "dtype": "float64", **arguments}
     command = ["--model", "pruned-hf", "--model_args", json.dumps(model_args), "--tasks", "prune_tiny_words"]
     command += ["--limit", "6", "--device", "cpu", "--output_path", str(output), "--log_samples", *words]
-    if ranks == 1:
-        assert lm_eval(*command, cwd=cwd) == 0
-    else:
-        script = cwd / "script.py"
-        script.write_text(SCRIPT)
-        launcher = ("-m", "torch.distributed.run", "--nproc_per_node", str(ranks), str(script))
-        done = call(*launcher, *command, cwd=cwd, ACCELERATE_USE_CPU="true")
-        assert done.returncode == 0, done.stderr[-3000:]
-        assert len(re.findall("engine=auto: the decoding engine", done.stderr)) == (
-            model_args.get("engine") != "generate"
-        )
+    assert lm_eval(*command, cwd=cwd) == 0
     (path,) = output.rglob("samples_*.jsonl")
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     return {row["doc_id"]: row["filtered_resps"] for row in rows}
 
 
-SCRIPT = """
-from lm_eval.__main__ import cli_evaluate
-from lmeval_prune.models import hf
-hf.AUTO_MIN_REQUESTS = 1
-cli_evaluate()
-"""
 UNTIL = json.dumps({"until": ["e", "th"], "max_gen_toks": 40})
 
 
-@pytest.mark.long
-def test_two_ranks_resume_what_one_began(tiny_folder: Path, tmp_path: Path) -> None:
-    """The first answers are `hf`'s, on one rank; the others the engine's, nine on each of two."""
-    words, store = ("--gen_kwargs", UNTIL, "--limit"), tmp_path / "store"
-    expected = evaluated(tiny_folder, tmp_path, "whole", (*words, "24"), engine="generate")
-    begun = evaluated(tiny_folder, tmp_path, "begun", (*words, "6"), engine="generate", responses=str(store))
-    resumed = (*words, "24", "--batch_size", "auto")
-    assert evaluated(tiny_folder, tmp_path, "two", resumed, ranks=2, responses=str(store)) == expected
-    rows = list(read_answers(store))
-    assert (
-        len(begun) == 6 and len(rows) == 24 and sum("tokens" in row for row in rows) == 18
-    )  # only the engine has them
+@crossed(
+    {
+        "dtype": ["float32", "float64"],
+        "arguments": [{}, {"think_end_token": "1"}, {"think_end_token": 90}, {"max_length": 70}],
+        "heads": [{}, {"heads": HEADS}],
+    },
+    together=2,
+    ids=str,
+)
+def test_the_command_gives_the_same_texts(
+    tiny_folder: Path, tmp_path: Path, dtype: str, arguments: dict[str, Any], heads: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Stop texts, a delimiter of thoughts as a text and as a token, prompts that are cut; without and with heads."""
+    counts: list[int] = []
+    decode = Engine.decode
+    monkeypatch.setattr(
+        Engine, "decode", lambda engine, requests: counts.append(len(requests)) or decode(engine, requests)
+    )
+    texts = [
+        evaluated(tiny_folder, tmp_path, engine, ("--gen_kwargs", UNTIL, "--batch_size", "4"), dtype=dtype,
+                  engine=engine, **arguments, **heads)
+        for engine in ("generate", "auto")
+    ]  # fmt: skip
+    assert texts[0] == texts[1] and len(texts[0]) == 6
+    assert counts == [6]

@@ -1,6 +1,5 @@
 """Log-likelihoods by the decoding engine, against plain passes of each text alone and against lm-eval's `hf`."""
 
-import json
 import logging
 import random
 from contextlib import nullcontext
@@ -11,7 +10,6 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from lm_eval import simple_evaluate
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 from test_decoding import model_of
@@ -25,10 +23,8 @@ from lmeval_prune.decoding.tree import TokenTree
 from lmeval_prune.grid.worker import VariantLM
 from lmeval_prune.interventions import HeadMask
 from lmeval_prune.interventions.token_filter import TokenFilter
-from lmeval_prune.models.answer_store import AnswerStore
 from lmeval_prune.models.arguments import Arguments
 from lmeval_prune.tasks import compat
-from tests.conftest import task_manager
 from tests.covers import crossed
 from tests.test_pruned_hf import model as pruned_hf
 
@@ -230,68 +226,6 @@ def test_a_continuation_without_room_is_refused(tiny_folder: Path, length: int) 
         return
     with pytest.raises(InputError, match=r"task toy, document 7: .*the continuation 20.*at most 10"):
         lm.loglikelihood([request])
-
-
-def rolling_task(folder: Path) -> dict[str, Any]:
-    (folder / "texts.jsonl").write_text("".join(json.dumps({"text": word * 5}) + "\n" for word in WORDS))
-    return {
-        "task": "rolling", "dataset_path": "json", "output_type": "loglikelihood_rolling", "test_split": "test",
-        "dataset_kwargs": {"data_files": {"test": str(folder / "texts.jsonl")}}, "doc_to_target": "{{text}}",
-        "doc_to_text": "",
-        "metric_list": [{"metric": metric} for metric in ("word_perplexity", "byte_perplexity", "bits_per_byte")],
-    }  # fmt: skip
-
-
-def test_metrics_are_those_of_hf(tiny_folder: Path, tmp_path: Path) -> None:
-    """In float32: values up to rounding, decisions equal."""
-    results = {}
-    for engine in ("generate", "batched"):
-        results[engine] = simple_evaluate(
-            model="pruned-hf",
-            model_args={"pretrained": str(tiny_folder), "dtype": "float32", "heads": HEADS, "engine": engine},
-            tasks=["prune_tiny_choice", rolling_task(tmp_path)],
-            task_manager=task_manager(),
-            device="cpu",
-            num_fewshot=0,
-        )
-    plain, batched = results["generate"], results["batched"]
-    assert plain["results"]["prune_tiny_choice"] == batched["results"]["prune_tiny_choice"]
-    for metric, value in plain["results"]["rolling"].items():
-        assert batched["results"]["rolling"][metric] == (
-            value if isinstance(value, str) else pytest.approx(value, rel=1e-5)
-        )
-    for task in ("prune_tiny_choice", "rolling"):
-        for a, b in zip(plain["samples"][task], batched["samples"][task], strict=True):
-            for (value_of_hf,), (other,) in zip(a["resps"], b["resps"], strict=True):
-                pairs = [(value_of_hf, other)] if task == "rolling" else zip(value_of_hf, other, strict=True)
-                assert all(x == pytest.approx(y, rel=1e-6, abs=1e-4) for x, y in pairs)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_run_that_is_killed_resumes(
-    tiny_folder: Path, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("lmeval_prune.decoding.likelihood.PASS", 40)  # several passes; answers are stored after each
-    whole = getattr(pruned_hf(tiny_folder, engine="batched"), kind)(instances(kind))
-    inner, stored = AnswerStore.add, []
-
-    def add(self: AnswerStore, key: str, *args: Any) -> None:
-        if len(stored) == 4:
-            raise KeyboardInterrupt
-        inner(self, key, *args)
-        stored.append(key)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(AnswerStore, "add", add)
-        first = pruned_hf(tiny_folder, engine="batched", responses=str(tmp_path / "s"))
-        with pytest.raises(KeyboardInterrupt):
-            getattr(first, kind)(instances(kind))
-    first.close()
-    again = pruned_hf(tiny_folder, engine="batched", responses=str(tmp_path / "s"))
-    responses = getattr(again, kind)(instances(kind))
-    assert_close(kind, responses, whole)
-    assert len(again.store.responses) == len({request.args for request in instances(kind)})
-    again.close()
 
 
 @pytest.mark.parametrize("kind", KINDS)

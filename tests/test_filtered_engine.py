@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import random
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,15 +17,11 @@ from lmeval_prune import HeadMask
 from lmeval_prune.architectures import ModelMap
 from lmeval_prune.decoding import Engine, Request, SamplingParams, Schedule
 from lmeval_prune.decoding.kv_cache import KVCache
-from lmeval_prune.decoding.model_runner import Statistics
 from lmeval_prune.interventions import Intervention, interventions_on
 from lmeval_prune.interventions.attention_call import Attend, AttentionCall, intercept_attention
 from lmeval_prune.interventions.token_filter import TokenFilter
 from lmeval_prune.kernels import token_filter as ops
-from lmeval_prune.models.pruned_hf import PrunedHFLM
 from tests.test_decoding import alone, answers, model_of, some_requests
-from tests.test_pruned_hf import GENERATE, PROMPTS
-from tests.test_pruned_hf import request as instance
 from tests.tiny_models import Letters, tiny
 
 QUICK = {"ratio": 0.4, "focus": "uniform", "warmup": 3}
@@ -84,9 +78,7 @@ def test_every_family_gives_what_generate_gives(family: str, changes: dict[str, 
         }
     ),
     rows=st.integers(1, 9),
-    switches=st.fixed_dictionaries(
-        {"share": st.booleans(), "refill": st.booleans(), "follow": st.sampled_from([0, 4])}
-    ),
+    switches=st.fixed_dictionaries({"share": st.booleans(), "refill": st.booleans()}),
     deterministic=st.booleans(),
 )
 def test_any_options_and_order_give_what_generate_gives(
@@ -97,7 +89,7 @@ def test_any_options_and_order_give_what_generate_gives(
     requests = plain(some_requests(model, seed, prompts=3, per_prompt=4))
     with pytest.MonkeyPatch.context() as patch, TokenFilter(**rule).applied_to(model):
         patch.setattr("lmeval_prune.decoding.engine.BLOCK", block)
-        engine = Engine(model, schedule=Schedule(budget=40, **switches), max_rows=rows, deterministic=deterministic)
+        engine = Engine(model, schedule=Schedule(**switches), max_rows=rows, deterministic=deterministic)
         result, done = answers(engine, requests), counts(model)
         assert result == {request.tag: alone(model, request) for request in requests}
         assert {label: now - done[label] for label, now in counts(model).items()} == done
@@ -184,24 +176,6 @@ def test_decisions_where_the_tensors_are_are_the_same(monkeypatch: pytest.Monkey
     assert results[0] == results[1]
 
 
-def test_slots_are_moved_and_prompts_are_shared(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the other tests compare did run on every path."""
-    model, seen = model_of("llama"), Counter[str]()
-    for name in ("move", "snapshot", "restore"):
-        inner = getattr(KVCache, name)
-
-        def watched(self: KVCache, *args: Any, name: str = name, inner: Any = inner) -> Any:
-            seen[name] += 1
-            return inner(self, *args)
-
-        monkeypatch.setattr(KVCache, name, watched)
-    with TokenFilter(**QUICK).applied_to(model):
-        engine = Engine(model, Letters(), max_rows=4)
-        answers(engine, some_requests(model, seed=3, prompts=6))
-    assert min(seen["move"], seen["snapshot"], seen["restore"], engine.statistics.follow_tokens) > 0
-    assert engine.statistics.drafted == engine.statistics.followed == 0
-
-
 def test_a_slot_holds_what_was_not_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
     model, caches = model_of("llama"), []
     monkeypatch.setattr(KVCache, "move", lambda *_: None)  # one answer, never moved
@@ -222,16 +196,6 @@ def test_a_slot_holds_what_was_not_skipped(monkeypatch: pytest.MonkeyPatch) -> N
         assert (places.diff() > 0).all() and places[-1] < 40
 
 
-def test_a_draw_is_that_of_the_request_alone() -> None:
-    model = model_of("llama")
-    sampled = SamplingParams(20, (), do_sample=True, temperature=0.8)
-    requests = [Request((5, 6, 7), HeadMask("L1H1") if n % 2 else None, sampled, n, tag=n) for n in range(4)]
-    with TokenFilter(**QUICK).applied_to(model):
-        together = answers(Engine(model, max_rows=3), requests)
-        for request in requests:
-            assert answers(Engine(model), [request])[request.tag] == together[request.tag]
-
-
 def test_a_lone_skipped_token_that_is_stored_all_the_same_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """What most steps of filtered models are: one new token a slot. Its keys are stored."""
     inner = KVCache.attend
@@ -247,39 +211,3 @@ def test_a_lone_skipped_token_that_is_stored_all_the_same_is_found_out(monkeypat
                 patch.setattr(KVCache, "attend", keeping)
                 assert "logits would differ" in str(Engine(model).unsupported)
             assert Engine(model).unsupported is None
-
-
-def test_what_takes_tokens_back_is_switched_off_unless_nothing_is_skipped() -> None:
-    model = model_of("llama")
-    requests = some_requests(model, seed=3, prompts=6)
-
-    def done(ratio: float) -> Statistics:
-        with TokenFilter(ratio).applied_to(model):
-            engine = Engine(model, Letters(), max_rows=4, schedule=Schedule(budget=40))
-            answers(engine, requests)
-        return engine.statistics
-
-    dense = Engine(model, Letters(), max_rows=4, schedule=Schedule(budget=40))
-    answers(dense, requests)
-    assert done(0) == dense.statistics and min(dense.statistics.drafted, dense.statistics.followed) > 0
-    assert done(0.2).drafted == done(0.2).followed == 0
-
-
-def test_one_threshold_for_a_run_is_left_to_generate() -> None:
-    model = model_of("llama")
-    with TokenFilter(**QUICK, state="run").applied_to(model):
-        assert "depend on earlier answers" in str(Engine(model).unsupported)
-
-
-def test_answers_and_counts_do_not_depend_on_the_rows(tiny_folder: Path) -> None:
-    rng = random.Random(0)
-    texts = [prompt[: rng.randint(1, len(prompt))] for prompt in PROMPTS * 3]
-    instances = [instance("generate_until", (text, dict(GENERATE)), i) for i, text in enumerate(texts)]
-
-    def run(**arguments: Any) -> tuple[list[str], Any]:
-        lm = PrunedHFLM(str(tiny_folder), dtype="float64", device="cpu", token_filter=QUICK, **arguments)
-        return lm.generate_until(instances), lm.pruning_info()["token_filter_skipped"]
-
-    expected = run(batch_size=1)
-    for rows in (3, 16):
-        assert run(engine="batched", engine_rows=rows) == expected

@@ -131,7 +131,7 @@ def test_gisp_ranks_heads_and_channels_of_all_layers_together(ratio: float) -> N
     heads, channels = ranked(model_map, pruner.scores(model_map, text, parts_of(model_map), {}).values, ratio)
     assert plan.provenance["options"]["allocation"] == "joint" and channels
     assert {*plan.heads} == heads
-    assert {label: {*plan.channel_numbers(label)} for label in plan.channels} == channels
+    assert {label: {*plan.channels[label].numbers} for label in plan.channels} == channels
 
 
 def test_a_size_is_the_number_of_parameters_that_surgery_removes() -> None:

@@ -148,19 +148,6 @@ def test_masks_compose_by_union_nested_or_joined() -> None:
         torch.testing.assert_close(output(model, inputs)[[0, 2]], union[[0, 2]], rtol=0, atol=0)
 
 
-def test_peft_adapters_are_masked_too() -> None:
-    peft = pytest.importorskip("peft")
-    torch.manual_seed(0)
-    config = peft.LoraConfig(r=2, target_modules=["o_proj"], init_lora_weights=False)
-    model = peft.get_peft_model(tiny("llama"), config).to(torch.float64).eval()
-    inputs = tokens()
-    with HeadMask("L0H1+L1H0").applied_to(model):
-        actual = output(model, inputs)
-    merged = model.merge_and_unload()
-    with HeadMask("L0H1+L1H0").applied_to(merged):
-        torch.testing.assert_close(actual, output(merged, inputs), rtol=0, atol=1e-11)
-
-
 @pytest.mark.parametrize(
     ("text", "heads"),
     [

@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import product
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,11 +15,10 @@ import torch
 pytest.importorskip("triton", reason='kernels need triton (pip install -e ".[kernels]")')
 
 from transformers import DynamicCache
-from transformers.cache_utils import DynamicLayer
 
 from lmeval_prune import map_model
 from lmeval_prune.interventions import interventions_on
-from lmeval_prune.interventions.token_filter import BLOCK, FilteredCacheLayer, TokenFilter
+from lmeval_prune.interventions.token_filter import TokenFilter
 from lmeval_prune.kernels import decode_attention_triton as attention
 from lmeval_prune.kernels import dispatch
 from lmeval_prune.kernels import token_filter as ops
@@ -424,24 +422,3 @@ def test_a_filter_on_the_device_is_the_one_on_the_cpu(family: str, options: dict
         # gemma2 is eager here, whose weights are in single precision
         tolerance = 1e-5 if family == "gemma2" else 1e-9
         torch.testing.assert_close(actual[real], expected[real], rtol=0, atol=tolerance)
-
-
-def test_rows_of_a_cache_are_reordered() -> None:
-    key, value, valid = text()
-    owner = SimpleNamespace(rule=RULES["kv"], keep_skipped_kv=False)
-    layer, totals = FilteredCacheLayer(DynamicLayer(), owner), torch.zeros(2, dtype=torch.long, device=DEVICE)
-    absent = layer.store(key, value, valid, layer.begin(key, value), totals)
-    rows = torch.tensor([2, 0, 0, 1])
-    lengths, keys, states = layer.lengths[rows], layer.keys[rows], layer.memory.states[rows]
-    assert lengths.tolist() == (~absent).sum(1)[rows].tolist() and layer.longest == int(lengths.max())
-    layer.batch_select_indices(rows)
-    assert layer.lengths.tolist() == lengths.tolist()
-    assert layer.keys.equal(keys) and layer.memory.states.equal(states)
-    assert {len(tensor) for tensor in (*layer.memory.tensors, layer.positions)} == {4}
-    key, value, valid = key[rows][:, :, :1], value[rows][:, :, :1], valid[:1, 5:6].expand(4, 1)
-    owner.keep_skipped_kv = True
-    for _ in range(20):  # it grows
-        layer.store(key, value, valid, layer.memory, totals)
-    assert layer.lengths.tolist() == (lengths + 20).tolist()
-    assert int(layer.lengths.max()) <= layer.longest <= layer.positions.shape[1]
-    assert layer.positions.shape[1] % BLOCK == 0

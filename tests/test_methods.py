@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import pickle
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -101,70 +99,6 @@ def test_neighbours_and_padding_do_not_matter(row: Row, family: str) -> None:
         for i, text in enumerate(texts):
             alone = output(model, text[None])[0]
             torch.testing.assert_close(together[i, 9 - len(text) :], alone, rtol=0, atol=1e-9)
-
-
-@pytest.fixture(scope="module")
-def compiled() -> list[Any]:
-    """Compile the tiny Llama in two ways: the model, what it is called by, a list that grows by each compiled pass."""
-    variants = []
-    for way in ("itself", "wrapper"):
-        model, passes = tiny("llama"), []
-
-        def counting(graph: Any, _: Any, passes: list[int] = passes) -> Any:
-            return lambda *inputs: (passes.append(1), graph(*inputs))[1]
-
-        if way == "itself":
-            model.compile(backend=counting)
-        variants.append((model, model if way == "itself" else torch.compile(model, backend=counting), passes))
-    return variants
-
-
-@pytest.mark.parametrize("row", ROWS, ids=str)
-def test_compiled_code_is_not_run_under_it(row: Row, compiled: list[Any]) -> None:
-    plain, inputs = tiny("llama"), tokens()
-    dense = output(plain, inputs)
-    with applied(row, plain):
-        expected = output(plain, inputs)
-    for model, call, passes in compiled:
-        assert torch.equal(output(call, inputs), dense)
-        before = len(passes)
-        with applied(row, model):
-            assert torch.equal(output(call, inputs), expected) and len(passes) == before
-        assert torch.equal(output(call, inputs), dense) and len(passes) > before
-
-
-@pytest.mark.parametrize("row", ROWS, ids=str)
-def test_copies_are_refused_inside_the_block(row: Row) -> None:
-    """The hooks would go with the copy for ever."""
-    model, inputs = tiny("llama"), tokens()
-    dense = output(model, inputs)
-    with applied(row, model):
-        for part in (model, model.model.layers[1]):
-            with pytest.raises(InputError):
-                copy.deepcopy(part)
-            with pytest.raises((InputError, AttributeError, TypeError)):  # most hooks cannot be pickled
-                pickle.dumps(part)
-    assert torch.equal(output(copy.deepcopy(model), inputs), dense)
-
-
-@pytest.mark.parametrize("row", ROWS, ids=str)
-def test_another_thread_is_refused_inside_the_block(row: Row) -> None:
-    model, inputs = tiny("llama"), tokens()
-
-    def elsewhere() -> torch.Tensor:
-        with HeadMask("L1H0").applied_to(model):
-            return output(model, inputs)
-
-    with ThreadPoolExecutor(1) as pool:
-        expected = pool.submit(elsewhere).result()
-        with applied(row, model):
-            own = output(model, inputs)
-            with pytest.raises(InputError, match="another thread has"):
-                pool.submit(elsewhere).result()
-            assert torch.equal(pool.submit(output, model, inputs).result(), own)
-            with HeadMask("L1H0").applied_to(model):  # the same thread
-                assert not torch.equal(output(model, inputs), own)
-        assert torch.equal(pool.submit(elsewhere).result(), expected)
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 
@@ -43,35 +42,6 @@ def test_plans_that_compensate_compose(family: str, first: str, second: str) -> 
         torch.testing.assert_close(output(model, tokens()), nested, rtol=0, atol=1e-9)
     twice = cut(cut(model, earlier).model, later).model
     torch.testing.assert_close(output(twice, tokens()), nested, rtol=0, atol=1e-9)
-
-
-def test_saving_a_plan_deletes_its_own_old_tensors_and_no_other_file(tmp_path: Path) -> None:
-    model_map = map_model(tiny("llama"))
-    user_files = [tmp_path / name for name in ("model.finetune.safetensors", "model.0a1b2c3d.safetensors")]
-    for file in user_files:
-        file.write_bytes(b"mine")
-    path = tmp_path / "model.json"
-    written: list[set[str]] = []
-    for seed in (0, 1, None):
-        scores = {} if seed is None else {"heads.L0": drawn(4, seed=seed)}
-        Plan("L0H1", scores=scores).save(path, model_map)
-        assert Plan.load(path).scores.keys() == scores.keys()
-        written.append({file.name for file in tmp_path.glob("*.safetensors")} - {file.name for file in user_files})
-    assert [len(names) for names in written] == [1, 1, 0] and written[0] != written[1]
-    assert all(file.read_bytes() == b"mine" for file in user_files)
-
-
-@pytest.mark.parametrize("file", ["mine.safetensors", "../mine.safetensors", 3, None])
-def test_a_json_that_names_a_file_of_others_does_not_delete_it(file: object, tmp_path: Path) -> None:
-    model_map, path = map_model(tiny("llama")), tmp_path / "sub" / "plan.json"
-    Plan("L0H1", scores={"heads.L0": drawn(4, seed=0)}).save(path, model_map)
-    content = json.loads(path.read_text())
-    content["tensors"]["file"] = file
-    path.write_text(json.dumps(content))
-    for user_file in (tmp_path / "mine.safetensors", path.with_name("mine.safetensors")):
-        user_file.write_bytes(b"mine")
-    Plan("L0H2").save(path, model_map)
-    assert (tmp_path / "mine.safetensors").exists() and path.with_name("mine.safetensors").exists()
 
 
 # --------------------------------------------------------------------------- the command

@@ -12,7 +12,7 @@ from lmeval_prune import Plan, map_model
 from lmeval_prune.architectures import precision
 from lmeval_prune.architectures.precision import exact_products, with_exact_products
 from lmeval_prune.decoding import Engine, Request, SamplingParams
-from lmeval_prune.decoding.fallback import why_unscored, why_unsupported
+from lmeval_prune.decoding.fallback import decoding_differences, likelihood_differences, why_failing
 from lmeval_prune.surgery.cut import cut
 from tests.tiny_models import tiny
 
@@ -105,7 +105,8 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
 def test_checks_of_the_engine_and_of_cut_models_are_exact(seen: list[bool], setting: str) -> None:
     model = tiny("llama")
-    assert why_unsupported(map_model(model)) is None and why_unscored(map_model(model)) is None
+    for differences in (decoding_differences, likelihood_differences):
+        assert why_failing(differences, map_model(model)) is None
     cut(model, Plan(blocks="L1"))
     assert seen and not any(seen)
 

@@ -19,7 +19,6 @@ from lmeval_prune.decoding import Engine, Request, SamplingParams, Schedule
 from lmeval_prune.decoding.groups import SharedPrefix, common_prefixes
 from lmeval_prune.decoding.kv_cache import AttentionOptions, join_attention
 from lmeval_prune.interventions import HeadMask
-from lmeval_prune.interventions.token_filter import TokenFilter
 
 WINDOWS: list[tuple[str, dict[str, Any]]] = [
     ("mistral", {"sliding_window": 6}),
@@ -141,7 +140,7 @@ def test_attention_in_parts_is_attention(softcap: float | None, widths: tuple[in
 def test_every_family_gives_what_generate_gives(family: str) -> None:
     """One of two prefixes is copied into slots, the other is not."""
     model = model_of(family)
-    schedule = Schedule(budget=12, prefix=2, copied_prefix=4)
+    schedule = Schedule(prefix=2, copied_prefix=4)
     engine = Engine(model, Letters(), max_rows=5, schedule=schedule)
     requests = prefixed_requests(model, seed=1)
     assert common_prefixes(single_mask([request.prompt for request in requests]), LAYERS, 2)
@@ -176,10 +175,7 @@ def test_sliding_windows(window: tuple[str, dict[str, Any]], length: int, copied
     rows=st.integers(1, 9),
     schedule=st.fixed_dictionaries(
         {
-            "follow": st.sampled_from([0, 1, 16]),
             "refill": st.booleans(),
-            "drafts": st.sampled_from([0, 8]),
-            "budget": st.sampled_from([0, 40]),
             "prefix": st.integers(1, 6),
             "copied_prefix": st.sampled_from([0, 5, 100]),
         }
@@ -213,7 +209,7 @@ def test_a_prefix_runs_once_for_each_mask_from_its_first_pruned_layer_up() -> No
     requests = [Request(prompt, mask, params, tag=(prompt, str(mask))) for prompt in prompts for mask in masks]
     tokens = {}
     for length in (0, 2):
-        engine = Engine(model, schedule=Schedule(prefix=length, follow=0))
+        engine = Engine(model, schedule=Schedule(prefix=length))
         tokens[length] = answers(engine, requests), engine.statistics.layer_tokens
         assert engine.statistics.head_tokens == len(requests)  # no logits of the prefix
     layers = 4 + 3 + 1
@@ -257,17 +253,6 @@ def test_the_keys_of_a_prefix_are_stored_once_and_freed_after_its_last_answer(co
                 gc.collect()
                 assert request.tag != "last" and not any(tensor() is not None for tensor in (*dense, *pruned))
     assert answered == len(requests) and sizes == {10 * (4 + 2)}
-
-
-def test_a_token_filter_shares_no_prefix() -> None:
-    """Its thresholds depend on all tokens before."""
-    model = model_of("llama")
-    requests = prefixed_requests(model, 2)
-    with TokenFilter(0.4, focus="uniform", warmup=3).applied_to(model):
-        shared, plain = (
-            answers(Engine(model, Letters(), schedule=Schedule(prefix=prefix)), requests) for prefix in (1, 0)
-        )
-    assert shared == plain
 
 
 def test_a_memory_that_is_too_small_for_prefixes_decodes_without_them() -> None:

@@ -1,4 +1,4 @@
-"""Probe Pruning against its formulas, written out as plans; its history, and what is chosen while a text is generated."""
+"""Probe Pruning against its formulas, written out as plans; and what is chosen while a text is generated."""
 
 from __future__ import annotations
 
@@ -47,20 +47,15 @@ def plain(model: Any, ids: torch.Tensor, ratio: float) -> Plan:
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3_text"])
-def test_a_full_probe_without_history_is_the_plain_criterion(family: str) -> None:
-    """Each text by itself; and of a run's first batch, whose texts are the same."""
+def test_a_full_probe_is_the_plain_criterion_of_each_text(family: str) -> None:
     model = tiny(family)
     ids = tokens(3, 9)
-    for state in ("request", "run"):
-        probe = ProbePruning(0.5, positions=1.0, samples=1.0, state=state, skip_first=0)
-        for text in ids:
-            inputs = text[None].repeat(2, 1) if state == "run" else text[None]
-            with probe.applied_to(model):
-                actual = output(model, inputs)[:1]
-            plan = plain(model, text[None], 0.5)
-            with plan.applied_to(model):
-                torch.testing.assert_close(actual, output(model, text[None]), rtol=0, atol=1e-9)
-    assert not torch.equal(actual, output(model, ids[2:]))
+    with ProbePruning(0.5, positions=1.0, skip_first=0).applied_to(model):
+        actual = output(model, ids)
+    for row, text in zip(actual, ids[:, None], strict=True):
+        with plain(model, text, 0.5).applied_to(model):
+            torch.testing.assert_close(row, output(model, text)[0], rtol=0, atol=1e-9)
+    assert not torch.equal(actual, output(model, ids))
 
 
 def test_ratio_0_is_the_dense_model() -> None:
@@ -94,65 +89,6 @@ def test_a_probe_is_the_attention_among_the_largest_tokens() -> None:
         handle.remove()
     gone = [head for head in range(4) if not seen[1][:, layer.columns(head)].any()]
     assert gone == expected and len(gone) == 2
-
-
-def test_a_run_fuses_what_earlier_batches_read() -> None:
-    """f = (p² + h²)/(p + h), place by place; h moves by a hundredth, in kept columns only."""
-    model, first, second = tiny("llama"), tokens(3, 8), tokens(3, 8, seed=5)
-    model_map = map_model(model)
-    layer = model_map.attention[0]
-    x = [
-        inputs_of(model_map, CalibrationText.from_windows("t", ids))["L0.o_proj"].view(3, 8, -1)
-        for ids in (first, second)
-    ]
-    h, p = (batch.square().mean(0) for batch in x)
-    with ProbePruning(0.5, positions=1.0, samples=1.0, state="run", skip_first=0).applied_to(model):
-        (applied,) = interventions_on(model)
-        assert isinstance(applied, ProbePruning) and applied.chooser is not None and applied.needs_order
-        output(model, first)
-        known = applied.chooser.history["L0.o_proj"].clone()
-        gone = lowest(h.sum(0), layer.o_proj.weight.data, layer.head_dim, 0.5)
-        lost = torch.zeros(32, dtype=torch.bool)
-        for head in gone:
-            lost[layer.columns(head)] = True
-        assert known[:, lost].isnan().all()
-        torch.testing.assert_close(known[:, ~lost], h[:, ~lost])
-        output(model, second)
-        fused = torch.where(lost, p, (p.square() + h.square()) / (p + h))
-        again = lowest(fused.sum(0), layer.o_proj.weight.data, layer.head_dim, 0.5)
-        kept = ~lost.clone()
-        for head in again:
-            kept[layer.columns(head)] = False
-        after = applied.chooser.history["L0.o_proj"]
-        torch.testing.assert_close(after[:, kept], 0.99 * h[:, kept] + 0.01 * p[:, kept])
-        with applied.preserve_state():
-            output(model, first)
-        torch.testing.assert_close(applied.chooser.history["L0.o_proj"], after, equal_nan=True)
-        report = applied.report(model_map)
-        assert report["probe_pruning_batches"] == {"3": 2}
-
-
-def test_a_history_is_by_a_texts_own_places() -> None:
-    """What stands before a text to fill its row changes neither what is remembered nor what is chosen."""
-    model, first, second = tiny("llama"), tokens(3, 8), tokens(3, 8, seed=5)
-    filled = torch.cat([torch.zeros(3, 4, dtype=torch.long), second], 1)
-    real = torch.ones_like(filled)
-    real[:, :4] = 0
-    results = []
-    for ids, mask in ((second, torch.ones_like(second)), (filled, real)):
-        with (
-            ProbePruning(0.5, samples=1.0, state="run", skip_first=0, smoothing=0.5).applied_to(model),
-            torch.no_grad(),
-        ):
-            (applied,) = interventions_on(model)
-            assert isinstance(applied, ProbePruning) and applied.chooser is not None
-            output(model, first)
-            places = (mask.cumsum(1) - 1).clamp(min=0)
-            results.append(model(ids, attention_mask=mask, position_ids=places).logits[:, -8:])
-            history = applied.chooser.history
-        results.append(torch.cat([values[:8].flatten() for _, values in sorted(history.items())]))
-    torch.testing.assert_close(results[2], results[0], rtol=0, atol=1e-9)
-    torch.testing.assert_close(results[3], results[1], rtol=0, atol=1e-9, equal_nan=True)
 
 
 @pytest.mark.parametrize("kind", ["none", "least_squares"])
@@ -261,14 +197,13 @@ def test_equal_tokens_are_told_apart_by_their_place(kind: torch.dtype, side: str
                 torch.testing.assert_close(together[row, mask[row].bool()], alone, rtol=0, atol=1e-3)
 
 
-@pytest.mark.parametrize("state", ["request", "run"])
 @pytest.mark.parametrize("overflows", [False, True])
-def test_hidden_states_that_are_not_finite_are_one_line(state: Any, overflows: bool) -> None:
+def test_hidden_states_that_are_not_finite_are_one_line(overflows: bool) -> None:
     """In float64 the eager attention of transformers gives NaN in a text that is padded on the left."""
     model = tiny("llama").double().eval()
     model.set_attn_implementation("sdpa" if overflows else "eager")
     ids, mask = rows_of([torch.tensor([5, 6, 7, 8]), torch.tensor([5, 6, 7])], "left")
     if overflows:
         model.get_input_embeddings().weight.data[6] = torch.inf
-    with torch.no_grad(), ProbePruning(0.3, skip_first=0, state=state).applied_to(model), pytest.raises(InputError):
+    with torch.no_grad(), ProbePruning(0.3, skip_first=0).applied_to(model), pytest.raises(InputError):
         model(ids, attention_mask=mask)

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoTokenizer
 
 from lmeval_prune import Plan, load_pretrained, map_model
-from lmeval_prune.decoding.engine import EngineSpeed
+from lmeval_prune.decoding.engine import engine_rate
 from lmeval_prune.profiling.costs import cost_columns, counted_flops, formula_flops, parameters
 from lmeval_prune.profiling.speed import Workload, generate_rate, measure, peak_memory
 from lmeval_prune.surgery.cut import cut
@@ -66,7 +66,7 @@ def test_whole_answers_are_timed_by_generate_and_by_the_engine() -> None:
         seen.append((*ids.shape, new))
         return 7.0
 
-    answerers = {"generate": generate_rate, "engine": EngineSpeed(), "other": answer}
+    answerers = {"generate": generate_rate, "engine": engine_rate, "other": answer}
     speeds = measure(models, Workload(prompt=6, new=3, batches=(1, 2), rounds=1), answerers=answerers)
     kinds = ["prefill", "decode", "generate", "engine", "other"]
     assert list(speeds["a"]) == [f"{kind}_{batch}" for batch in (1, 2) for kind in kinds]

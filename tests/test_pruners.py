@@ -360,10 +360,10 @@ def test_a_stage_is_what_scoring_the_cut_model_gives() -> None:
             left = [head for head in range(8) if head not in gone(first, layer.label)]
             again = [left[position] for position in lost.get(layer.label, ())]
             assert sorted([*gone(first, layer.label), *again]) == sorted(gone(second, layer.label))
-            label, numbers = layer.label, first.channel_numbers(layer.label)
+            label, numbers = layer.label, first.channels[layer.label].numbers
             left = [channel for channel in range(48) if channel not in numbers]
             again = [left[position] for position in fewer.get(label, ())]
-            assert sorted([*numbers, *again]) == second.channel_numbers(label)
+            assert sorted([*numbers, *again]) == second.channels[label].numbers
 
 
 def test_stages_remove_more_and_more_and_score_what_is_left() -> None:
@@ -382,7 +382,7 @@ def test_stages_remove_more_and_more_and_score_what_is_left() -> None:
     provenance = plans[-1].provenance
     assert provenance["method"] == "norm_entropy" and provenance["calibration"]["sha256"]
     assert len(provenance["stages"]) == 3
-    assert sum(len(plans[-1].channel_numbers(label)) for label in model_map.channels()) == 36
+    assert sum(len(channels.numbers) for channels in plans[-1].channels.values()) == 36
     assert [stage["channels"] for stage in provenance["stages"]] == [
         share_of((0.05 + 0.2 * (t / 3) ** 1.5), 144) for t in (1, 2, 3)
     ]
@@ -402,8 +402,8 @@ def test_the_larger_ratio_starts_at_p_min_and_the_other_as_far_on_its_way(settin
     for step, expected in enumerate(shares):
         assert options.shares(step) == pytest.approx(expected)
     model_map = map_model(tiny("llama"))
-    actual = [sum(len(p.channel_numbers(x)) for x in ("L0", "L1"))
-             for p in stages(make_pruner("random", {}), model_map, options)]  # fmt: skip
+    plans = stages(make_pruner("random", {}), model_map, options)
+    actual = [sum(len(channels.numbers) for channels in plan.channels.values()) for plan in plans]
     counts = [(share_of(of_heads, 8), share_of(of_channels, 96)) for of_heads, of_channels in shares[1:]]
     assert actual == [channels for _, channels in dict.fromkeys(counts)]  # steps that remove nothing more are skipped
 

@@ -308,8 +308,11 @@ def test_a_mask_on_a_compiled_model(model: Path, in_place: bool) -> None:
     call = network if in_place else torch.compile(network, backend="eager")
     for _ in range(2):
         with mask.applied_to(network):
+            with refused(), torch.compiler.set_stance("default"):
+                output(call)
             assert torch.allclose(output(call), masked)
-        assert torch.allclose(output(call), dense)
+        with torch.compiler.set_stance("default"):
+            assert torch.allclose(output(call), dense)
     assert not torch.allclose(masked, dense)
 
 

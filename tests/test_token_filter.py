@@ -9,7 +9,6 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -27,7 +26,6 @@ from lmeval_prune.models.pruned_hf import PrunedHFLM
 from lmeval_prune.surgery.cut import cut
 from lmeval_prune.tasks import data
 from tests import literal_filter as literal
-from tests.test_pruned_hf import GENERATE, PROMPTS, request
 from tests.tiny_models import output, tiny, tokens
 
 QUICK = {"focus": "uniform", "warmup": 3, "step_size": 0.05}
@@ -373,36 +371,6 @@ def test_one_threshold_for_a_run_goes_on_from_text_to_text() -> None:
 
 
 # --------------------------------------------------------------------------- users
-
-
-def test_answers_do_not_depend_on_the_batch(tiny_folder: Path) -> None:
-    instances = [request("generate_until", (prompt, dict(GENERATE)), i) for i, prompt in enumerate(PROMPTS)]
-    scored = [request("loglikelihood", (prompt, " and so"), i) for i, prompt in enumerate(PROMPTS)]
-    rolling = [request("loglikelihood_rolling", (prompt,), i) for i, prompt in enumerate(PROMPTS)]
-    results = []
-    for size in (1, 2, 4):
-        lm = PrunedHFLM(
-            str(tiny_folder), dtype="float64", device="cpu", batch_size=size, token_filter={"ratio": 0.4, **QUICK}
-        )
-        texts, values, sums = lm.generate_until(instances), lm.loglikelihood(scored), lm.loglikelihood_rolling(rolling)
-        results.append((texts, values, sums, lm.pruning_info()["token_filter_skipped"]))
-    for texts, values, sums, skipped in results[1:]:
-        assert texts == results[0][0]
-        assert [value[0] for value in values] == pytest.approx([value[0] for value in results[0][1]], abs=1e-9)
-        assert np.array(sums) == pytest.approx(np.array(results[0][2]), abs=1e-9)
-        assert skipped["realised"] == pytest.approx(results[0][3]["realised"], abs=1e-12)  # padding is not counted
-        assert skipped["tokens"] == results[0][3]["tokens"]
-    dense = PrunedHFLM(str(tiny_folder), dtype="float64", device="cpu", batch_size=2).generate_until(instances)
-    assert dense != results[0][0]
-
-
-def test_texts_that_end_in_token_0_are_scored_as_alone(tiny_folder: Path) -> None:
-    """Padding is 0, too: another request that is a beginning of this one does not make its end padding."""
-    lm = PrunedHFLM(str(tiny_folder), dtype="float64", device="cpu", batch_size=1, token_filter={"ratio": 0.4, **QUICK})
-    context = tokens(1, 8)[0].tolist()
-    target, other = (("", ""), context, [5, 0, 7]), (("", ""), context, [5, 3])
-    alone = lm._loglikelihood_tokens([target])[0]
-    assert lm._loglikelihood_tokens([other, target])[1][0] == pytest.approx(alone[0], abs=1e-9)
 
 
 def test_answers_that_depend_on_their_order_are_not_stored(tiny_folder: Path, tmp_path: Path) -> None:

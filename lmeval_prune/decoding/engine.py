@@ -13,16 +13,14 @@ from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
-from functools import cached_property
 from typing import Any
 
 import torch
-from torch import nn
 from tqdm import tqdm
 
 from lmeval_prune.architectures import ModelMap, input_device, map_model
-from lmeval_prune.architectures.precision import fast_products, with_exact_products
-from lmeval_prune.decoding.fallback import generate, why_unscored, why_unsupported
+from lmeval_prune.architectures.precision import with_exact_products
+from lmeval_prune.decoding.fallback import decoding_differences, generate, likelihood_differences, why_failing
 from lmeval_prune.decoding.groups import PromptGroup, prompt_groups, share_prefixes
 from lmeval_prune.decoding.kv_cache import KVCache
 from lmeval_prune.decoding.likelihood import ComparisonRun, Likelihood, LikelihoodRequest, LikelihoodRun, Reduce
@@ -56,8 +54,8 @@ class Engine:
         context: largest number of tokens of prompt and answer. Default: the model's `max_position_embeddings`.
         memory: bytes for keys, values, states of methods, and kept hidden states. Default: half of the free memory,
             three quarters on a GPU.
-        schedule: switches for the engine's optimisations. `drafts` and `follow` remove tokens from the cache, so they
-            are off if an intervention depends on earlier tokens.
+        schedule: switches for the engine's optimisations. There are no common prefixes if an intervention depends on
+            earlier tokens.
         deterministic: decide near-ties in a batch of one, so that no answer depends on the others. A near-tie is two
             largest logits closer than 1e-3, or than 32 roundings of them in half precision, or a random draw as close
             to another token. Each costs a pass over the whole answer. Products of float32 are exact then.
@@ -177,13 +175,9 @@ class Engine:
 
     def _decode(self, requests: Sequence[Request]) -> Generator[tuple[Request, list[int]]]:
         block = BLOCK if self.device.type == "cpu" else None  # on a GPU, launches cost more than reading unused keys
-        schedule, sampler = self.schedule, Sampler(self.model, self.stopping)
-        if any(not intervention.tokenwise for intervention in interventions_on(self.model)):
-            schedule = replace(schedule, follow=0, drafts=0, prefix=0)
-        if not schedule.share:
-            schedule = replace(schedule, follow=0, prefix=0)
-        if schedule.drafts and schedule.budget is None:
-            schedule = replace(schedule, budget=self._measured_budget)
+        schedule = self.schedule
+        if not schedule.share or any(not intervention.tokenwise for intervention in interventions_on(self.model)):
+            schedule = replace(schedule, prefix=0)
         for with_prefixes in (True, False):
             groups, masks = prompt_groups(requests, self.model_map, schedule.share, self.context)
             prefixes = 0
@@ -202,7 +196,8 @@ class Engine:
         cache = KVCache(min(rows, len(requests)), longest, block)
         with ExitStack() as stack:
             runner = ModelRunner(self.model_map, cache, masks, self.statistics, stack)
-            scheduler = Scheduler(runner, deque(groups), sampler, schedule, self.deterministic, leaders)
+            sampler = Sampler(self.model, self.stopping)
+            scheduler = Scheduler(runner, deque(groups), sampler, schedule.refill, self.deterministic, leaders)
             for sequence in scheduler.answers():
                 yield sequence.request, sequence.answer
 
@@ -221,13 +216,12 @@ class Engine:
 
     @property
     def device(self) -> torch.device:
-        """The model's device."""
         return input_device(self.model)
 
     @property
     def unsupported(self) -> str | None:
         """The reason why this model with its interventions falls back to `generate`; None if the engine runs it."""
-        return self._checked(why_unsupported)
+        return self._checked(decoding_differences)
 
     @property
     def unscored(self) -> str | None:
@@ -235,26 +229,30 @@ class Engine:
         for intervention in interventions_on(self.model):
             if not intervention.tokenwise:
                 return f"the effect of {type(intervention).__name__} on a token depends on other tokens"
-        return self.unsupported or self._checked(why_unscored)
+        return self.unsupported or self._checked(likelihood_differences)
 
-    def _checked(self, check: Callable[[ModelMap], str | None]) -> str | None:
+    def _checked(self, differences: Callable[[ModelMap], tuple[list[float], float]]) -> str | None:
         """Return why the model with its interventions fails a check, which runs once; None if it does not."""
-        key = check, interventions_on(self.model)
+        key = differences, interventions_on(self.model)
         if key not in self._reasons:
-            self._reasons[key] = check(self.model_map)
+            self._reasons[key] = why_failing(differences, self.model_map)
         return self._reasons[key]
 
     def _capacity(self, length: int, waiting: Sequence[PromptGroup], prefixes: int) -> tuple[int, int]:
         """Return how many rows of `length` tokens fit in memory, and how many of them may be leaders with followers.
 
-        A slot has keys, values, and states of methods. For a leader, memory also holds a copy of its slot, and the
-        inputs of each layer at which a follower starts. Half of the rows (at least one) can be leaders. Near-ties that
-        are decided alone need one more slot, and `prefixes` bytes are not free.
+        A slot has keys, values, and states of methods. For a leader, memory also holds a copy of its slot with the
+        prompt, and there the inputs of each layer at which a follower starts. Half of the rows (at least one) can be
+        leaders. Near-ties that are decided alone need one more slot, and `prefixes` bytes are not free.
         """
-        slot = length * self._token_bytes
-        slot += sum(intervention.slot_bytes(self.model_map, length) for intervention in interventions_on(self.model))
+
+        def stored(tokens: int) -> int:
+            states = (method.slot_bytes(self.model_map, tokens) for method in interventions_on(self.model))
+            return tokens * self._token_bytes + sum(states)
+
+        slot, prompt = stored(length), max(len(group.leader.request.prompt) for group in waiting)
         first_layers = max(len({sequence.first_layer for sequence in group.followers}) for group in waiting)
-        leader_bytes = slot + length * self._input_bytes * first_layers if first_layers else 0
+        leader_bytes = stored(prompt) + prompt * self._input_bytes * first_layers if first_layers else 0
         extra = self.deterministic * slot + prefixes
         memory = self._memory - extra
         fitting = max(int(memory / (slot + leader_bytes / 2)) // 2 * 2, int(memory >= slot + leader_bytes))
@@ -281,44 +279,17 @@ class Engine:
         size = int(self.model.get_input_embeddings().weight.dtype.itemsize)
         return size * sum(layer.kv_heads * (layer.key_dim + layer.head_dim) for layer in self.model_map.attention)
 
-    @cached_property
-    def _measured_budget(self) -> int:
-        """The number of tokens, up to 256, for which a large projection takes twice as long as for one token."""
-        module = max((m for m in self.model.modules() if isinstance(m, nn.Linear)), key=lambda m: m.in_features)
 
-        def seconds(tokens: int) -> float:
-            x = torch.zeros(tokens, module.in_features, device=self.device, dtype=module.weight.dtype)
-            times = []
-            for _ in range(4):
-                begin = time.perf_counter()
-                with fast_products(tokens):
-                    for _ in range(8):
-                        out = module(x)
-                out.sum().item()
-                times.append(time.perf_counter() - begin)
-            return min(times)
+def engine_rate(model: Any, ids: torch.Tensor, new: int, clock: str) -> float | None:
+    """Return tokens per second of greedy answers of fixed length to prompts, (batch, tokens).
 
-        with torch.inference_mode():
-            single, tokens = seconds(1), 2
-            while tokens <= 256 and seconds(tokens) < 2 * single:
-                tokens *= 2
-        return tokens // 2
-
-
-class EngineSpeed:
-    """Tokens per second of the engine for greedy answers of fixed length, by model."""
-
-    def __init__(self) -> None:
-        self._engines: dict[int, Engine] = {}
-
-    def __call__(self, model: Any, ids: torch.Tensor, new: int, clock: str) -> float | None:
-        """Return the tokens per second of answers to prompts, (batch, tokens); None if `generate` would answer."""
-        engine = self._engines.setdefault(id(model), Engine(model))
-        if engine.unsupported:  # checked, and measured, before the clock starts
-            return None
-        requests = [Request(tuple(row), None, SamplingParams(new, eos=())) for row in ids.tolist()]
-        engine.max_rows = len(requests)
-        read_clock = time.perf_counter if clock == "wall" else time.process_time
-        begin = read_clock()
-        tokens = sum(len(answer) for _, answer in engine.decode(requests))
-        return tokens / (read_clock() - begin)
+    None if `generate` would answer.
+    """
+    engine = Engine(model, max_rows=len(ids))
+    if engine.unsupported:  # checked before the clock starts
+        return None
+    requests = [Request(tuple(row), None, SamplingParams(new, eos=())) for row in ids.tolist()]
+    read_clock = time.perf_counter if clock == "wall" else time.process_time
+    begin = read_clock()
+    tokens = sum(len(answer) for _, answer in engine.decode(requests))
+    return tokens / (read_clock() - begin)

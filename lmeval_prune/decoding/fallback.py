@@ -26,36 +26,24 @@ from lmeval_prune.decoding.request import Request, SamplingParams, Stopping
 from lmeval_prune.decoding.sampling import RefuseNaN
 from lmeval_prune.errors import first_line
 from lmeval_prune.interventions import interventions_on
-from lmeval_prune.interventions.attention_call import REASONS, UnsupportedAttention
+from lmeval_prune.interventions.attention_call import UnsupportedAttention
 from lmeval_prune.interventions.head_mask import RowMasks
 
 logger = logging.getLogger(__name__)
+NO_INTERFACE = "the model's attention does not use transformers' attention interface"
 HALF = (torch.float16, torch.bfloat16)
 MAX_CHECKED_WINDOW = 1024  # largest sliding window that the check of a family without tests goes beyond
 
 
-def why_unsupported(model_map: ModelMap) -> str | None:
-    """Return why a model with its interventions falls back to `generate`; None if the engine runs it."""
-    logger.info(
-        "checking that the engine gives the model's logits; the first time on a machine this compiles its attention, "
-        "up to half a minute"
-    )
-    return why_failing(_decoding_differences, model_map)
-
-
-def why_unscored(model_map: ModelMap) -> str | None:
-    """Return why log-probabilities of texts that share tokens would be wrong; None if they are right."""
-    return why_failing(_likelihood_differences, model_map)
-
-
 def why_failing(differences: Callable[[ModelMap], tuple[list[float], float]], model_map: ModelMap) -> str | None:
-    """Return why the engine does not compute what the model does; None if it does.
+    """Return why the engine does not compute what a model with its interventions does; None if it does.
 
     In half precision roundings alone may move logits too far, so a model that fails is checked again with its weights
     widened to float32, which is exact, if they fit into memory.
 
     Args:
-        differences: returns the largest difference of logits on each code path, and the largest logit.
+        differences: `decoding_differences` or `likelihood_differences`, the largest difference of logits on each code
+            path, and the largest logit.
         model_map: the model.
     """
     model = model_map.model
@@ -66,7 +54,7 @@ def why_failing(differences: Callable[[ModelMap], tuple[list[float], float]], mo
         found, largest = differences(model_map)
         tolerance = 0.05 if next(model.parameters()).element_size() < 4 else 1e-3
         is_equal = all(value <= tolerance * largest for value in found)  # false for NaN, too
-        return None if is_equal else REASONS["logits"].format(difference=max(found))
+        return None if is_equal else f"the model's logits would differ by {max(found):.2g}"
 
     try:
         with exact_products():
@@ -90,7 +78,7 @@ def why_failing(differences: Callable[[ModelMap], tuple[list[float], float]], mo
     except UnsupportedAttention as error:
         return str(error)
     except Exception as error:  # any error of a model that works otherwise
-        return REASONS["error"].format(error=first_line(error))
+        return f"the engine does not know how to run the model; its check ended with {first_line(error)}"
 
 
 def is_tested(model_map: ModelMap) -> bool:
@@ -100,13 +88,16 @@ def is_tested(model_map: ModelMap) -> bool:
 
 
 def sliding_window(model_map: ModelMap) -> int:
-    """Return the size of the sliding window in a model's configuration; 0 if it has none."""
     config: Any = model_map.model.config
     return int(getattr(config.get_text_config(), "sliding_window", None) or 0)
 
 
-def _decoding_differences(model_map: ModelMap) -> tuple[list[float], float]:
-    """Compare the passes of decoding: prompts, drafts, single tokens, from a later layer up, after a prefix."""
+def decoding_differences(model_map: ModelMap) -> tuple[list[float], float]:
+    """Compare the passes of decoding: prompts, several and single tokens, from a later layer up, after a prefix."""
+    logger.info(
+        "checking that the engine gives the model's logits; the first time on a machine this compiles its attention, "
+        "up to half a minute"
+    )
     model: Any = model_map.model
     _refuse_what_logits_hide(model)
     length = 12
@@ -138,9 +129,9 @@ def _decoding_differences(model_map: ModelMap) -> tuple[list[float], float]:
                 is_clear = isinstance(error, UnsupportedAttention | torch.OutOfMemoryError)
                 if is_clear or cache.keys or getattr(model, "_supports_attention_backend", True):
                     raise
-                raise UnsupportedAttention("interface") from error
+                raise UnsupportedAttention(NO_INTERFACE) from error
             if not cache.keys:
-                raise UnsupportedAttention("interface")
+                raise UnsupportedAttention(NO_INTERFACE)
             for span in ((end, end + 2, 1), (end + 2, end + 3), (end + 3, length)):
                 run(*span)
             run(0, end, 5, 0, middle, torch.cat([inputs[middle] for inputs in layer_inputs]))
@@ -152,7 +143,7 @@ def _decoding_differences(model_map: ModelMap) -> tuple[list[float], float]:
     return differences, float(expected.abs().max())
 
 
-def _likelihood_differences(model_map: ModelMap) -> tuple[list[float], float]:
+def likelihood_differences(model_map: ModelMap) -> tuple[list[float], float]:
     """Compare log-probabilities in several passes over a tree of texts."""
     model: Any = model_map.model
     texts = [_tokens(model, 12), [*_tokens(model, 5), 3, 1, 2]]
@@ -189,19 +180,23 @@ def _logits(model: Any, tokens: list[int]) -> torch.Tensor:
 def _refuse_what_logits_hide(model: Any) -> None:
     """Refuse methods and configurations whose effect a comparison of short texts cannot show."""
     for intervention in interventions_on(model):
+        method = type(intervention).__name__
         if intervention.needs_order:
-            raise UnsupportedAttention("order", method=type(intervention).__name__)
+            raise UnsupportedAttention(f"under the method {method} the model's answers depend on earlier answers")
         if not (intervention.tokenwise or intervention.by_sequence):
-            raise UnsupportedAttention("not_declared", method=type(intervention).__name__)
+            raise UnsupportedAttention(f"the method {method} declares neither tokenwise nor by_sequence")
     if len({parameter.device for parameter in model.parameters()}) > 1:
-        raise UnsupportedAttention("devices")
+        raise UnsupportedAttention("the model's layers are on several devices")
     config = model.config.get_text_config()
     if others := set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}:
-        raise UnsupportedAttention("layers", types=", ".join(sorted(others)))
+        types = ", ".join(sorted(others))
+        raise UnsupportedAttention(f"the model has layers of type {types}, which the engine does not run")
     ropes = getattr(config, "rope_parameters", None) or {}
     for rope in (ropes, *(rope for rope in ropes.values() if isinstance(rope, dict))):
-        if rope.get("rope_type") in ("dynamic", "longrope"):  # scales the positions of every row by the longest row
-            raise UnsupportedAttention("rope", rope_type=rope["rope_type"])
+        if (kind := rope.get("rope_type")) in ("dynamic", "longrope"):
+            raise UnsupportedAttention(
+                f"the model scales the positions of a batch by its longest row (rope type {kind})"
+            )
 
 
 class Ended(StoppingCriteria):
@@ -211,7 +206,6 @@ class Ended(StoppingCriteria):
         self.stopping, self.prompt, self.params = stopping, prompt, params
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
-        """Return which rows have ended, (rows,)."""
         answers = input_ids[:, self.prompt :].tolist()
         return torch.tensor([self.stopping.ended(answer, self.params) for answer in answers], device=input_ids.device)
 

@@ -35,12 +35,6 @@ class Sequence:
     answer: list[int] = field(default_factory=list)  # the last token is not in the cache yet
     ended: bool = False
     end_tokens: tuple[int, ...] = ()  # set when the sequence starts
-    kept_layers: frozenset[int] = frozenset()  # layers whose inputs are kept for followers; empty unless it leads
-
-    @property
-    def tokens(self) -> list[int]:
-        """Prompt and answer, without the prefix."""
-        return [*self.prompt, *self.answer]
 
 
 @dataclass(eq=False)
@@ -49,13 +43,9 @@ class PromptGroup:
 
     leader: Sequence
     followers: deque[Sequence]  # not started, by first pruned layer, highest first
-    unanswered: int  # number of requests without an answer
     prefix: SharedPrefix | None = None
-    # The prompt and answer to check (if `follow=0`: the prompt); set for followers.
-    leader_tokens: list[int] = field(default_factory=list)
-    # Inputs of `kept_layers` of the leader at its tokens, in pieces (tokens, width).
-    layer_inputs: dict[int, list[torch.Tensor]] = field(default_factory=dict)
-    # The leader's keys and values in the layers below the highest `first_layer` of a follower.
+    # of the leader at the prompt: inputs of the followers' first layers, (tokens, width); keys and values below these
+    layer_inputs: dict[int, torch.Tensor] = field(default_factory=dict)
     leader_cache: list[SlotCopy] = field(default_factory=list)
 
     @property
@@ -97,8 +87,7 @@ def prompt_groups(
     groups = []
     for sequences in by_prompt.values():
         leader, *followers = sorted(sequences, key=lambda sequence: -sequence.first_layer)
-        leader.kept_layers = frozenset(follower.first_layer for follower in followers)
-        groups.append(PromptGroup(leader, deque(followers), unanswered=len(sequences)))
+        groups.append(PromptGroup(leader, deque(followers)))
         for sequence in sequences:
             sequence.group = groups[-1]
     return groups, list(numbers)

@@ -31,7 +31,12 @@ from lmeval_prune.interventions.attention_call import (
 )
 
 _COMPILED = (torch.float32, torch.bfloat16)  # types of the compiled kernel
-_UNKNOWN_OPTIONS = {"s_aux": "sinks", "position_bias": "bias", "attention_bias": "bias", "head_mask": "head_mask"}
+_UNKNOWN_OPTIONS = {
+    "s_aux": "has sinks",
+    "position_bias": "adds a bias to its scores",
+    "attention_bias": "adds a bias to its scores",
+    "head_mask": "multiplies its heads by a mask",
+}
 Attention = tuple[torch.Tensor, torch.Tensor]  # attention over some keys, and the log-sum-exp of their scores
 
 
@@ -45,16 +50,17 @@ class AttentionOptions:
 
     @classmethod
     def of(cls, call: AttentionCall) -> AttentionOptions:
-        """Read the options of a call; refuse unsupported ones."""
         options, window = call.options, call.options.get("sliding_window")
         for name, reason in _UNKNOWN_OPTIONS.items():
             if options.get(name) is not None:
-                raise UnsupportedAttention(reason)
+                raise UnsupportedAttention(f"the model's attention {reason}, which the engine does not compute")
         layer_types = getattr(getattr(call.module, "config", None), "layer_types", None)
         if layer_types and layer_types[call.module.layer_idx] == "sliding_attention" and window is None:
-            raise UnsupportedAttention("window")
+            raise UnsupportedAttention(
+                "the model has layers with a sliding window whose size it does not pass to its attention"
+            )
         if options.get("dropout") or call.query.shape[0] != 1 or call.mask is not None:
-            raise UnsupportedAttention("mask")
+            raise UnsupportedAttention("the model passes dropout, a padded batch or a mask of its own to its attention")
         scaling = options.get("scaling")
         return cls(call.query.shape[-1] ** -0.5 if scaling is None else scaling, options.get("softcap"), window)
 
@@ -217,92 +223,14 @@ class Layout:
         return self._prefix_tokens[owners]
 
 
-@dataclass(frozen=True)
-class SlotAttention:
-    """Attention of the queries of a packed pass over the keys and values in slots."""
-
-    options: AttentionOptions
-    layout: Layout
-    query: torch.Tensor  # (heads, tokens, width)
-    keys: torch.Tensor  # (slots, key-value heads, length, width)
-    values: torch.Tensor
-
-    def over_prefixes(self, layer: int) -> torch.Tensor:
-        """Compute the attention over the slots and their prefixes: each prefix once for all of its queries."""
-        options, layout, query = self.options, self.layout, self.query
-        slot_attention = self.over_slots(with_lse=True)
-        out, lse = torch.zeros_like(slot_attention[0]), torch.full_like(slot_attention[1], -torch.inf)
-        for prefix, tokens in layout.prefix_parts(layer):
-            q = query[:, tokens].reshape(1, self.keys.shape[1], -1, query.shape[-1])  # a group's heads become queries
-            mask = None
-            if options.window is not None:
-                hidden = torch.arange(prefix.length, device=q.device) <= layout.positions[tokens, None] - options.window
-                mask = additive_mask(hidden, q.dtype).repeat(q.shape[2] // len(tokens), 1)
-            k, v = prefix.keys[layer][None], prefix.values[layer][None]
-            attended, sums = options.attend_with_lse(q, k, v, mask)
-            out[tokens] = attended.reshape(len(query), len(tokens), -1).transpose(0, 1)
-            lse[tokens] = sums.reshape(len(query), len(tokens)).T
-        return join_attention([slot_attention, (out, lse)])
-
-    def over_slots(self, with_lse: bool = False) -> Attention:
-        """Compute the attention over the slots.
-
-        Returns:
-            (tokens, heads, width of values), and the log-sum-exp, (tokens, heads), if requested; else no numbers.
-        """
-        options, layout, query = self.options, self.layout, self.query
-        heads = query.shape[0]
-        is_compiled = query.device.type == "cpu" and query.dtype in _COMPILED and options.softcap is None
-        is_compiled &= options.window is None or layout.stored_positions is None
-        if not layout.parts:
-            return query.new_zeros(0, heads, self.values.shape[-1]), query.new_zeros(0, heads)
-        if is_compiled and all(part.tokens == 1 for part in layout.parts):
-            from lmeval_prune.kernels.decode_attention import decode  # numba takes a while to import
-
-            arguments = query.transpose(0, 1), self.keys, self.values, layout.slots, layout.offsets + 1
-            out, lse = decode(*arguments, options.scaling, options.window)
-            return out.to(query.dtype), lse
-        outputs = [self._over_part(part, with_lse) for part in layout.parts]
-        if layout.parts[0].unrepeated is None:
-            if len(outputs) == 1:
-                return outputs[0]
-            attended, sums = zip(*outputs, strict=True)
-            return torch.cat(attended), torch.cat(sums)
-        joined = [column[0].new_empty(query.shape[1], *column[0].shape[1:]) for column in zip(*outputs, strict=True)]
-        for part, columns in zip(layout.parts, outputs, strict=True):
-            for target, source in zip(joined, columns, strict=True):
-                target[cast(torch.Tensor, part.queries)[part.unrepeated]] = source[part.unrepeated]
-        return joined[0], joined[1]
-
-    def _over_part(self, part: Part, with_lse: bool) -> Attention:
-        """Compute the attention of a part, as `over_slots`."""
-        query, heads, kv_heads = self.query, self.query.shape[0], self.keys.shape[1]
-        group = heads // kv_heads
-
-        def by_token(x: torch.Tensor) -> torch.Tensor:
-            x = x.reshape(part.rows, heads, part.tokens, -1).transpose(1, 2)
-            return x.reshape(part.rows * part.tokens, heads, -1)
-
-        # the query heads of a group become queries of their key-value head
-        q = query[:, part.queries].reshape(-1, group, part.rows, part.tokens, query.shape[-1])
-        q = q.permute(2, 0, 1, 3, 4).reshape(part.rows, kv_heads, group * part.tokens, query.shape[-1])
-        k, v = self.keys[part.slots, :, : part.end], self.values[part.slots, :, : part.end]
-        mask = self.layout.mask(part, group, self.options.window, query.dtype)
-        if with_lse:
-            out, lse = self.options.attend_with_lse(q, k, v, mask)
-            return by_token(out), by_token(lse).squeeze(-1)
-        out = by_token(self.options.attend(q, k, v, mask))
-        return out, out.new_empty(len(out), 0)
-
-
 @dataclass
 class SlotCopy:
     """A copy of one slot in one layer."""
 
     keys: torch.Tensor  # (key-value heads, tokens, width)
     values: torch.Tensor
-    positions: torch.Tensor | None  # in the text, (tokens,), if the layer stores only some tokens
-    states: dict[Hashable, Any]  # by handler
+    positions: torch.Tensor | None = None  # in the text, (tokens,), if the layer stores only some tokens
+    states: dict[Hashable, Any] = field(default_factory=dict)  # by handler
 
 
 class KVCache(Store):
@@ -336,29 +264,98 @@ class KVCache(Store):
         """Store keys and values of new tokens, and compute their attention, (1, tokens, heads, width of values)."""
         options, layout = AttentionOptions.of(call), self.layout
         if layout is None:
-            raise UnsupportedAttention("pass")
+            raise UnsupportedAttention("the model calls its attention outside of the engine's passes")
         layer, (query, key, value) = call.module.layer_idx, (x[0] for x in (call.query, call.key, call.value))
         if layer not in self.keys:
             self._allocate(layer, key, value)
         keys, values = self.keys[layer], self.values[layer]
-        stored_mask = call.stored_mask
-        query_mask = stored_mask if call.query_mask is None else call.query_mask
-        if query_mask is None:
-            keys[layout.slots, :, layout.offsets] = key.transpose(0, 1)
-            values[layout.slots, :, layout.offsets] = value.transpose(0, 1)
-            attention = SlotAttention(options, layout, query, keys, values)
-            attended = attention.over_prefixes(layer) if layout.prefixes else attention.over_slots()[0]
-            return attended.unsqueeze(0), None
+        query_mask = call.stored_mask if call.query_mask is None else call.query_mask
+        offsets, query_layout = layout.offsets, layout
+        has_query: Any = slice(None)
+        if query_mask is not None:
+            if layout.prefixes:
+                raise UnsupportedAttention("a method skips tokens of the model's prompts after a common prefix")
+            offsets, has_query, query_layout = self._filtered_layout(layer, layout, call.stored_mask, query_mask)
+        stored = slice(None) if call.stored_mask is None else call.stored_mask
+        keys[layout.slots[stored], :, offsets] = key[:, stored].transpose(0, 1)
+        values[layout.slots[stored], :, offsets] = value[:, stored].transpose(0, 1)
+        query = query[:, has_query]
         if layout.prefixes:
-            raise UnsupportedAttention("prefix")
-        offsets, has_query, query_layout = self._filtered_layout(layer, layout, stored_mask, query_mask)
-        stored_tokens = slice(None) if stored_mask is None else stored_mask
-        keys[layout.slots[stored_tokens], :, offsets] = key[:, stored_tokens].transpose(0, 1)
-        values[layout.slots[stored_tokens], :, offsets] = value[:, stored_tokens].transpose(0, 1)
-        attended, _ = SlotAttention(options, query_layout, query[:, has_query], keys, values).over_slots()
+            attended = self._over_prefixes(layer, options, layout, query)
+        else:
+            attended, _ = self._over_slots(layer, options, query_layout, query)
+        if query_mask is None:
+            return attended.unsqueeze(0), None
         out = attended.new_zeros(len(query_mask), *attended.shape[1:])
         out[has_query] = attended
         return out.masked_fill_(~query_mask[:, None, None], 0).unsqueeze(0), None
+
+    def _over_prefixes(
+        self, layer: int, options: AttentionOptions, layout: Layout, query: torch.Tensor
+    ) -> torch.Tensor:
+        """Compute the attention over the slots and their prefixes: each prefix once for all of its queries."""
+        slot_attention = self._over_slots(layer, options, layout, query, with_lse=True)
+        out, lse = torch.zeros_like(slot_attention[0]), torch.full_like(slot_attention[1], -torch.inf)
+        kv_heads = self.keys[layer].shape[1]
+        for prefix, tokens in layout.prefix_parts(layer):
+            q = query[:, tokens].reshape(1, kv_heads, -1, query.shape[-1])  # the heads of a group become queries
+            mask = None
+            if options.window is not None:
+                hidden = torch.arange(prefix.length, device=q.device) <= layout.positions[tokens, None] - options.window
+                mask = additive_mask(hidden, q.dtype).repeat(q.shape[2] // len(tokens), 1)
+            k, v = prefix.keys[layer][None], prefix.values[layer][None]
+            attended, sums = options.attend_with_lse(q, k, v, mask)
+            out[tokens] = attended.reshape(len(query), len(tokens), -1).transpose(0, 1)
+            lse[tokens] = sums.reshape(len(query), len(tokens)).T
+        return join_attention([slot_attention, (out, lse)])
+
+    def _over_slots(
+        self, layer: int, options: AttentionOptions, layout: Layout, query: torch.Tensor, with_lse: bool = False
+    ) -> Attention:
+        """Compute the attention of queries, (heads, tokens, width), over a layer's slots.
+
+        Returns:
+            (tokens, heads, width of values), and the log-sum-exp, (tokens, heads), if requested; else no numbers.
+        """
+        keys, values, (heads, tokens, width) = self.keys[layer], self.values[layer], query.shape
+        is_compiled = query.device.type == "cpu" and query.dtype in _COMPILED and options.softcap is None
+        is_compiled &= options.window is None or layout.stored_positions is None
+        if not layout.parts:
+            return query.new_zeros(0, heads, values.shape[-1]), query.new_zeros(0, heads)
+        if is_compiled and all(part.tokens == 1 for part in layout.parts):
+            from lmeval_prune.kernels.decode_attention import decode  # numba takes a while to import
+
+            arguments = query.transpose(0, 1), keys, values, layout.slots, layout.offsets + 1
+            out, lse = decode(*arguments, options.scaling, options.window)
+            return out.to(query.dtype), lse
+
+        def by_token(x: torch.Tensor, part: Part) -> torch.Tensor:
+            x = x.reshape(part.rows, heads, part.tokens, -1).transpose(1, 2)
+            return x.reshape(part.rows * part.tokens, heads, -1)
+
+        group, outputs = heads // keys.shape[1], list[Attention]()
+        for part in layout.parts:
+            # the query heads of a group become queries of their key-value head
+            q = query[:, part.queries].reshape(-1, group, part.rows, part.tokens, width)
+            q = q.permute(2, 0, 1, 3, 4).reshape(part.rows, -1, group * part.tokens, width)
+            k, v = keys[part.slots, :, : part.end], values[part.slots, :, : part.end]
+            mask = layout.mask(part, group, options.window, query.dtype)
+            if with_lse:
+                out, lse = options.attend_with_lse(q, k, v, mask)
+                outputs.append((by_token(out, part), by_token(lse, part).squeeze(-1)))
+            else:
+                out = by_token(options.attend(q, k, v, mask), part)
+                outputs.append((out, out.new_empty(len(out), 0)))
+        if layout.parts[0].unrepeated is None:
+            if len(outputs) == 1:
+                return outputs[0]
+            attended, all_sums = zip(*outputs, strict=True)
+            return torch.cat(attended), torch.cat(all_sums)
+        joined = [column[0].new_empty(tokens, *column[0].shape[1:]) for column in zip(*outputs, strict=True)]
+        for part, columns in zip(layout.parts, outputs, strict=True):
+            for target, source in zip(joined, columns, strict=True):
+                target[cast(torch.Tensor, part.queries)[part.unrepeated]] = source[part.unrepeated]
+        return joined[0], joined[1]
 
     def _filtered_layout(
         self, layer: int, layout: Layout, stored_mask: torch.Tensor | None, query_mask: torch.Tensor
@@ -425,7 +422,6 @@ class KVCache(Store):
         return Layout(parts, index[0], index[1], positions, prefixes=prefixes)
 
     def state(self, call: AttentionCall, owner: Hashable, make: Callable[[], State]) -> State:
-        """Return a handler's state in a layer; see `Store`."""
         layer = call.module.layer_idx
         if owner not in self.states[layer]:
             self.states[layer][owner] = make()
@@ -440,7 +436,6 @@ class KVCache(Store):
     # ------------------------------------------------------------------ slots
 
     def _allocate(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Allocate a layer's storage for keys and values like these, (key-value heads, tokens, width)."""
         for storage, new in ((self.keys, key), (self.values, value)):
             # zeros, not uninitialised memory: masked numbers must be finite
             storage[layer] = new.new_zeros(self.count, new.shape[0], self.length, new.shape[-1])
@@ -448,14 +443,9 @@ class KVCache(Store):
     def begin(self, slot: int, prefix: Prefix | None, is_copied: bool) -> None:
         """Assign a prefix, or none, to a slot for a new sequence; if it `is_copied`, the slot holds its tokens, too."""
         self.prefixes[slot], self.copied[slot] = prefix, 0
-        if prefix is None or not is_copied:
-            return
-        self.prefixes[slot], self.copied[slot] = None, prefix.length
-        for layer, (key, value) in enumerate(zip(prefix.keys, prefix.values, strict=True)):
-            if layer not in self.keys:
-                self._allocate(layer, key, value)
-            self.keys[layer][slot, :, : prefix.length] = key
-            self.values[layer][slot, :, : prefix.length] = value
+        if prefix and is_copied:
+            self.prefixes[slot], self.copied[slot] = None, prefix.length
+            self.restore(slot, [SlotCopy(*tensors) for tensors in zip(prefix.keys, prefix.values, strict=True)])
 
     def move(self, source: int, target: int, length: int) -> None:
         """Move a sequence of `length` tokens, without its prefix, to another slot."""
@@ -481,16 +471,13 @@ class KVCache(Store):
             copies.append(SlotCopy(keys, values, positions, states))
         return copies
 
-    def restore(self, slot: int, copies: Sequence[SlotCopy], length: int, layers: int) -> None:
-        """Write the first `length` tokens of copies into a slot, in the first `layers` layers, after its copied prefix.
-
-        Layers that store only some tokens get the whole copy.
-        """
-        begin = self.copied[slot]  # `begin` has written the prefix
-        for layer, copied in zip(range(layers), copies, strict=False):
+    def restore(self, slot: int, copies: Sequence[SlotCopy]) -> None:
+        """Write copies of the first layers into a slot."""
+        for layer, copied in enumerate(copies):
+            if layer not in self.keys:
+                self._allocate(layer, copied.keys, copied.values)
             for storage, part in ((self.keys, copied.keys), (self.values, copied.values)):
-                end = min(begin + length, part.shape[1])
-                storage[layer][slot, :, begin:end] = part[:, begin:end]
+                storage[layer][slot, :, : part.shape[1]] = part
             if copied.positions is not None:
                 self.lengths[layer][slot] = len(copied.positions)
                 self.positions[layer][slot, : len(copied.positions)] = copied.positions

@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -66,15 +67,6 @@ class Likelihood(NamedTuple):
 
 
 @dataclass(eq=False)
-class Text:
-    """A context with a continuation."""
-
-    tokens: tuple[int, ...]  # without the last, whose logits are not needed
-    continuation: tuple[int, ...]
-    part: slice  # of the log-probabilities of all texts
-
-
-@dataclass(eq=False)
 class Variant:
     """A mask, the requests under it, and their results so far."""
 
@@ -85,44 +77,47 @@ class Variant:
     needs: np.ndarray  # whether it has a text through a segment, by number of the segment
     values: torch.Tensor | None = None  # (log-probabilities, columns)
 
-    def store(self, index: torch.Tensor, values: torch.Tensor, count: int) -> None:
-        """Store values, (index, columns), of `count` log-probabilities in all."""
+    def store(self, index: torch.Tensor, values: torch.Tensor) -> None:
+        """Store values, (index, columns)."""
         if self.values is None:
-            self.values = torch.zeros(count, values.shape[1], dtype=values.dtype)
+            self.values = torch.zeros(len(self.scored), values.shape[1], dtype=values.dtype)
         self.values[index] = values.cpu()
 
 
 class Texts:
-    """The distinct texts of some requests, and where their logits are in the tree."""
+    """The distinct texts of some requests, and where their logits are in the tree.
+
+    Attributes:
+        numbers: of the texts, by context and continuation.
+        parts: of each text, in the log-probabilities of all texts.
+        count: of log-probabilities.
+        tree: of the texts without their last tokens, whose logits are not needed.
+        paths: of each text in the tree.
+        complete: texts by their last segment.
+        rows: by segment: offset of a token with logits, the token whose log-probability is needed, and the index of
+            this.
+    """
 
     def __init__(self, requests: Iterable[LikelihoodRequest], longest: int) -> None:
-        self.numbers: dict[tuple[Any, ...], int] = {}
-        self.texts: list[Text] = []
-        self.count = 0  # of log-probabilities
-        for request in requests:
-            key = request.context, request.continuation
-            if key not in self.numbers:
-                self.numbers[key] = len(self.texts)
-                tokens = (request.context + request.continuation)[:-1]
-                end = self.count + len(request.continuation)
-                self.texts.append(Text(tokens, request.continuation, slice(self.count, end)))
-                self.count = end
-        self.tree = TokenTree((text.tokens for text in self.texts), longest)
-        self.paths = [self.tree.path(text.tokens) for text in self.texts]
-        self.complete: dict[int, list[int]] = defaultdict(list)  # texts by their last segment
+        texts = list(dict.fromkeys((request.context, request.continuation) for request in requests))
+        self.numbers = {text: number for number, text in enumerate(texts)}
+        ends = list(accumulate((len(continuation) for _, continuation in texts), initial=0))
+        self.parts, self.count = [slice(*part) for part in pairwise(ends)], ends[-1]
+        tokens = [(context + continuation)[:-1] for context, continuation in texts]
+        self.tree = TokenTree(tokens, longest)
+        self.paths = [self.tree.path(sequence) for sequence in tokens]
+        self.complete: dict[int, list[int]] = defaultdict(list)
         rows: dict[int, list[tuple[int, int, int]]] = defaultdict(list)
-        for number, (text, path) in enumerate(zip(self.texts, self.paths, strict=True)):
+        for number, ((context, continuation), path) in enumerate(zip(texts, self.paths, strict=True)):
             self.complete[path[-1]].append(number)
-            first = len(text.tokens) - len(text.continuation)  # position of the first token with logits
+            first, last = len(context) - 1, len(tokens[number])  # the tokens with logits
             for segment in reversed(path):
                 start = self.tree.segments[segment].start
-                stop = min(start + len(self.tree.segments[segment].tokens), len(text.tokens))
-                for position in range(max(start, first), stop):
+                for position in range(max(start, first), min(start + len(self.tree.segments[segment].tokens), last)):
                     i = position - first
-                    rows[segment].append((position - start, text.continuation[i], text.part.start + i))
+                    rows[segment].append((position - start, continuation[i], ends[number] + i))
                 if start <= first:
                     break
-        # by segment: offset of a token with logits, the token whose log-probability is needed, and the index of this
         self.rows = {segment: np.array(sorted(values)) for segment, values in rows.items()}
 
 
@@ -175,12 +170,20 @@ class LikelihoodRun:
         longest = max(len(request.context) + len(request.continuation) for request in self.requests)
         for group in self._groups([(mask, numbers[mask][1]) for mask in masks], longest):
             longest_segment = min(SEGMENT, self.most_tokens)
-            self.texts = Texts((request for mask in group for request in by_mask[mask]), longest_segment)
-            cache: Any = TreeCache(self.texts.tree)
+            self.texts = texts = Texts((request for mask in group for request in by_mask[mask]), longest_segment)
+            cache: Any = TreeCache(texts.tree)
             with ExitStack() as stack:
                 self.runner = ModelRunner(self.model_map, cache, group, self.statistics, stack)
-                variants = [self._variant(number, numbers[mask][1], by_mask[mask]) for number, mask in enumerate(group)]
-                for segments in self.texts.tree.passes(self.most_tokens):
+                variants = []
+                for number, mask in enumerate(group):
+                    by_text = defaultdict[int, list[LikelihoodRequest]](list)
+                    scored, needs = np.zeros(texts.count, bool), np.zeros(len(texts.tree.segments), bool)
+                    for request in by_mask[mask]:
+                        text = texts.numbers[request.context, request.continuation]
+                        by_text[text].append(request)
+                        scored[texts.parts[text]] = needs[texts.paths[text]] = True
+                    variants.append(Variant(number, numbers[mask][1], by_text, scored, needs))
+                for segments in texts.tree.passes(self.most_tokens):
                     cache.start_pass(segments)
                     yield from self._run_pass(variants, segments)
 
@@ -204,16 +207,6 @@ class LikelihoodRun:
             groups[-1].append(mask)
             free -= needed
         return groups
-
-    def _variant(self, mask: int, first_layer: int, requests: Sequence[LikelihoodRequest]) -> Variant:
-        texts, by_text = self.texts, defaultdict[int, list[LikelihoodRequest]](list)
-        for request in requests:
-            by_text[texts.numbers[request.context, request.continuation]].append(request)
-        scored, needs = np.zeros(texts.count, bool), np.zeros(len(texts.tree.segments), bool)
-        for number in by_text:
-            scored[texts.texts[number].part] = True
-            needs[texts.paths[number]] = True
-        return Variant(mask, first_layer, by_text, scored, needs)
 
     def _run_pass(self, variants: Sequence[Variant], segments: range) -> Generator[tuple[LikelihoodRequest, Any]]:
         """Run segments under each mask that needs them, and yield the results that are complete."""
@@ -280,14 +273,14 @@ class LikelihoodRun:
             logprobs = torch.log_softmax(runner.head(states[begin:end], variant.mask), -1, dtype=self.dtype)
             is_greedy = logprobs.argmax(-1)[row] == token
             values = torch.stack([logprobs[row, token], is_greedy.to(logprobs.dtype)], dim=1)
-            variant.store(index, values, texts.count)
+            variant.store(index, values)
 
     def _complete(self, variant: Variant, segments: Iterable[int]) -> Generator[tuple[LikelihoodRequest, Any]]:
         for segment in segments:
             for number in self.texts.complete.get(segment, ()):
                 if requests := variant.requests.get(number):
                     assert variant.values is not None
-                    result = self._result(variant.values[self.texts.texts[number].part].clone())
+                    result = self._result(variant.values[self.texts.parts[number]].clone())
                     yield from ((request, result) for request in requests)
 
     def _result(self, values: torch.Tensor) -> Any:
@@ -339,7 +332,7 @@ class ComparisonRun(LikelihoodRun):
             logits = (runner.head(rows[chunk], variant.mask) for rows, variant in zip(states, variants, strict=True))
             reduced = self.reduce(tokens[chunk].to(runner.device), logits)
             for variant, values in zip(variants[1:], reduced, strict=True):
-                variant.store(index[chunk], values, texts.count)
+                variant.store(index[chunk], values)
 
     def _result(self, values: torch.Tensor) -> torch.Tensor:
         return values

@@ -86,22 +86,21 @@ class LayerSkip:
             names = (".".join(parts[:end]) for end in range(1, len(parts)))
             name = next((name for name in names if isinstance(modules.get(name), nn.ModuleList)), "")
             if not name or parts[name.count(".") + 1] != str(layer.index):
-                raise InputError(f"{layer.name} is not in a list of decoder layers")
+                raise UnsupportedAttention(f"the model's {layer.name} is not in a list of decoder layers")
             lists.add(name)
             indices.add(layer.index)
         self._list = cast(nn.ModuleList, modules[min(lists)])
         gaps = [layer for index, layer in enumerate(self._list) if index not in indices]
-        if len(lists) > 1 or not all(map(has_absent, gaps)):
-            raise InputError("the model has decoder layers without attention, or several stacks of layers")
         numbers = [getattr(layer.module, "layer_idx", number) for number, layer in enumerate(model_map.attention)]
-        if gaps and numbers != [*range(self.count)]:
-            raise InputError("the model has layers of several types, and lacks the attention of some")
+        if len(lists) > 1 or not all(map(has_absent, gaps)) or (gaps and numbers != [*range(self.count)]):
+            raise UnsupportedAttention(
+                "the model has several stacks of layers, or layers without attention among others"
+            )
         with_attention = accumulate(index in indices for index in range(len(self._list)))
         self._numbers = [max(0, count - 1) for count in with_attention]
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Wrap the decoder layers inside the block."""
         layers, last = list(self._list), -1
         for index, (layer, number) in enumerate(zip(layers, self._numbers, strict=True)):
             self._list[index] = _SkippableLayer(layer, self, number, number > last, index == len(layers) - 1)
@@ -120,13 +119,8 @@ class Statistics:
     answers: int = 0
     answer_tokens: int = 0
     prompt_tokens: int = 0  # of leaders, after common prefixes
-    follow_tokens: int = 0  # tokens of prompts and leaders' answers that followers run from their first pruned layer up
-    followed: int = 0  # answer tokens that followers share with their leader
+    follow_tokens: int = 0  # tokens of prompts that followers run from their first pruned layer up
     steps: int = 0  # decoding steps of all running rows
-    step_rows: int = 0  # rows, summed over these steps
-    step_tokens: int = 0  # tokens, summed over these steps (more than rows if there are drafts)
-    drafted: int = 0  # proposed draft tokens
-    draft_accepted: int = 0
     scored: int = 0  # results of `Engine.score`
     alone: int = 0  # near-ties decided in a batch of one
     layer_tokens: int = 0  # tokens × layers
@@ -221,12 +215,10 @@ class ModelRunner:
 
     @property
     def largest_pass(self) -> int:
-        """Largest number of tokens in a pass, unless a single prompt is longer."""
         return GPU_PASS if self.device.type == "cuda" else PASS
 
     @contextmanager
     def storing_in(self, cache: KVCache) -> Iterator[None]:
-        """Store keys and values in another cache inside the block."""
         with replaced(self, cache=cache), ExitStack() as stack:
             replace_attention(self._model_map, cache, stack)
             yield
@@ -250,14 +242,13 @@ class ModelRunner:
                 logits_to_keep=to_keep,
             )
         if len(out.logits[0]) != len(with_logits):
-            raise UnsupportedAttention("logits_to_keep")
+            raise UnsupportedAttention("the model computes the logits of all tokens, it does not know logits_to_keep")
         logits: torch.Tensor = out.logits[0]
         return logits
 
 
 @contextmanager
 def lock_model(model_map: ModelMap) -> Iterator[None]:
-    """Refuse other runs on the model inside the block."""
     refuse_locked(model_map.model)
     modules = [layer.module for layer in model_map.attention]
     _LOCKED.update(modules)
@@ -268,6 +259,5 @@ def lock_model(model_map: ModelMap) -> Iterator[None]:
 
 
 def refuse_locked(model: nn.Module) -> None:
-    """Refuse a model that another run uses."""
     if any(module in _LOCKED for module in model.modules()):
         raise InputError("the engine is decoding on this model already; finish or close that run first")

@@ -52,7 +52,6 @@ class SamplingParams(Settings):
 
     @cached_property
     def takes_argmax(self) -> bool:
-        """Return whether the next token is the argmax of the unchanged logits."""
         return not self.do_sample and self.repetition_penalty == 1.0 and self.others == "{}"
 
     @classmethod
@@ -86,7 +85,6 @@ class SamplingParams(Settings):
         return cls(**{**fields, "others": json.dumps(others, sort_keys=True), **changes})
 
     def generation_settings(self) -> dict[str, Any]:
-        """Return the settings of `generate` that choose tokens."""
         settings: dict[str, Any] = {"num_beams": 1, **json.loads(self.others)}
         for name in ("max_new_tokens", "do_sample", "repetition_penalty"):
             settings[name] = getattr(self, name)
@@ -103,18 +101,15 @@ def logits_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def token_ids(tokens: Any) -> tuple[int, ...]:
-    """Return token ids as a tuple."""
     return tokens if isinstance(tokens, tuple) else tuple(tokens.tolist() if hasattr(tokens, "tolist") else tokens)
 
 
 def end_tokens(config: Any) -> tuple[int, ...]:
-    """Return the ids of the end tokens of a generation config."""
     ends = getattr(config, "eos_token_id", None)
     return () if ends is None else (ends,) if isinstance(ends, int) else token_ids(ends)
 
 
 def stop_strings(config: Any) -> tuple[str, ...]:
-    """Return the stop texts of a generation config."""
     value = getattr(config, "stop_strings", None)
     return () if value is None else (value,) if isinstance(value, str) else tuple(value)
 
@@ -180,24 +175,19 @@ class Stopping:
         self.may_complete = lru_cache(maxsize=1 << 20)(self._may_complete)
 
     def check(self, params: SamplingParams) -> None:
-        """Refuse empty stop texts."""
         if "" in params.stop:
             raise InputError("an empty stop text would end every answer at once", remedy="leave it out")
 
     def ends(self, params: SamplingParams) -> tuple[int, ...]:
-        """Return the end tokens for these parameters."""
         return self._ends if params.eos is None else params.eos
 
     def ended(self, tokens: Sequence[int], params: SamplingParams) -> bool:
-        """Return whether an answer ends with its last token, by an end token, a stop text or its length."""
         return len(tokens) >= params.max_new_tokens or self.stopped(tokens, params)
 
     def stopped(self, tokens: Sequence[int], params: SamplingParams) -> bool:
-        """Return whether an answer ends with an end token or a stop text."""
         return tokens[-1] in self.ends(params) or self.has_stop_text(tokens, params.stop)
 
     def has_stop_text(self, tokens: Sequence[int], stop: tuple[str, ...]) -> bool:
-        """Return whether the decoded end of `tokens` contains a stop text."""
         if not stop or not self.may_complete(tokens[-1], stop):
             return False
         if stop not in self._windows:

@@ -56,7 +56,6 @@ class RefuseNaN(LogitsProcessor):
     """Refuse logits of NaN in `generate`, which would take the first token."""
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
-        """Return the logits, (rows, vocabulary)."""
         refuse_nan(scores)
         return scores
 

@@ -3,10 +3,8 @@
 All requests with the same prompt are a *prompt group*. One of them is the *leader*: the unpruned request, or else the
 one whose first pruned layer is highest. The others are its *followers*.
 
-The leader decodes like any sequence. As long as a follower chooses the leader's tokens, both compute the same below the
-follower's first pruned layer. So the engine keeps the leader's inputs to that layer, and the follower starts there: one
-pass runs the prompt and a few tokens of the leader's answer, and compares the follower's choices with these tokens.
-After the first difference, the follower decodes like any sequence.
+The leader runs the prompt. Below its own first pruned layer a follower would compute the same, so the leader's inputs
+to that layer are kept, and the follower runs the prompt from there up. Then each decodes by itself.
 """
 
 from __future__ import annotations
@@ -15,9 +13,7 @@ from collections import deque
 from collections.abc import Iterator
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
-from itertools import accumulate, islice
-from typing import Any
-from weakref import WeakKeyDictionary
+from itertools import accumulate, chain, islice, takewhile
 
 import torch
 
@@ -26,9 +22,7 @@ from lmeval_prune.config import Natural, Settings
 from lmeval_prune.decoding.groups import PromptGroup, Sequence
 from lmeval_prune.decoding.model_runner import Chunk, ModelRunner
 from lmeval_prune.decoding.sampling import Sampler, near_tied_argmax
-from lmeval_prune.decoding.tree import common_length
 
-LONGEST, SHORTEST = 4, 2  # n-grams that drafts are looked up by
 FREE_SHARE = 0.04  # share of free rows from which waiting prompts are started: a pass delays all running rows
 LEAST_PASS = 512  # tokens of a pass from which matrix products are nearly as fast as they get
 
@@ -43,82 +37,13 @@ class Schedule(Settings):
             tokens; 0 runs each prompt as a whole.
         copied_prefix: largest number of tokens of a prefix that is copied into the slots of its sequences; longer ones
             are stored once, and their attention is computed separately.
-        follow: number of tokens of the leader's answer that a follower checks in a pass; 0 shares the prompt only.
         refill: start a waiting request as soon as a row is free; otherwise when the whole batch has ended.
-        drafts: largest number of draft tokens of a row; 0 for none.
-        budget: largest number of tokens in a decoding step with drafts. By default the engine measures it: a step with
-            this many tokens takes twice as long as a step with one token.
     """
 
     share: bool = True
     prefix: Natural = 64
     copied_prefix: Natural = 128
-    follow: Natural = 16
     refill: bool = True
-    drafts: Natural = 8
-    budget: Natural | None = None
-
-
-class NgramIndex:
-    """Texts, indexed by their n-grams; the last of equal n-grams counts."""
-
-    def __init__(self, tokens: Items[int] = ()) -> None:
-        self._next: dict[tuple[int, ...], tuple[list[int], int]] = {}  # the text and the position of the next token
-        self.add(tokens)
-
-    def add(self, tokens: Items[int]) -> None:
-        """Index a new text."""
-        self.text: list[int] = []  # the last text, which may still grow
-        self.extend(tokens)
-
-    def extend(self, tokens: Items[int]) -> None:
-        """Append tokens to the last text. An n-gram is indexed when a token follows it."""
-        for token in tokens:
-            end = len(self.text)
-            for size in range(SHORTEST, min(LONGEST, end) + 1):
-                self._next[tuple(self.text[end - size :])] = (self.text, end)
-            self.text.append(token)
-
-    def propose(self, tail: Items[int], count: int) -> tuple[int, list[int]]:
-        """Return the length of the longest indexed n-gram at the end of `tail`, and at most `count` tokens after it.
-
-        Without a match: 0 and no tokens.
-        """
-        for size in range(min(LONGEST, len(tail)), SHORTEST - 1, -1):
-            if match := self._next.get(tuple(tail[-size:])):
-                text, end = match
-                return size, text[end : end + count]
-        return 0, []
-
-
-class Drafter:
-    """Drafts from the n-grams of each running row, and of the complete answers of its prompt group."""
-
-    def __init__(self) -> None:
-        self._rows: WeakKeyDictionary[Sequence, NgramIndex] = WeakKeyDictionary()
-        self._answers: WeakKeyDictionary[PromptGroup, NgramIndex] = WeakKeyDictionary()
-
-    def add(self, row: Sequence) -> None:
-        """Index a complete answer for the other requests of its group."""
-        if row.group.unanswered:
-            self._answers.setdefault(row.group, NgramIndex()).add(row.tokens)
-
-    def propose(self, rows: Items[Sequence], most: int, budget: int) -> list[list[int]]:
-        """Return at most `most` tokens for each row, and at most `budget` for all; the longest match counts."""
-        drafts: list[list[int]] = [[] for _ in rows]
-        most = min(most, max(1, budget // len(rows)))
-        for i, row in enumerate(rows):
-            count = min(most, budget, row.max_tokens - len(row.answer) - 1)
-            if count <= 0:
-                continue
-            ngrams = self._rows.get(row) or self._rows.setdefault(row, NgramIndex(row.prompt))
-            ngrams.extend(row.answer[len(ngrams.text) - len(row.prompt) :])
-            size, drafts[i] = ngrams.propose(ngrams.text, count)
-            if answers := self._answers.get(row.group):
-                sibling_size, draft = answers.propose(ngrams.text, count)
-                drafts[i] = draft if sibling_size >= size else drafts[i]
-            budget -= len(drafts[i])
-        return drafts
 
 
 @dataclass
@@ -128,22 +53,24 @@ class Scheduler:
     runner: ModelRunner
     waiting: deque[PromptGroup]  # groups that have not started
     sampler: Sampler
-    schedule: Schedule  # its budget is set, and `follow` is 0 if `share` is false
+    refill: bool
     deterministic: bool  # decide near-ties in a batch of one
-    max_leaders: int  # largest number of leaders with followers that run at the same time
+    max_leaders: int  # largest number of leaders whose prompts are kept for followers at the same time
     ready: deque[PromptGroup] = field(default_factory=deque)  # groups whose followers can start
     active: list[Sequence] = field(default_factory=list)  # sequence i is in slot i
-    drafter: Drafter = field(default_factory=Drafter)
 
     def __post_init__(self) -> None:
         self.capacity, self.statistics = self.runner.cache.count, self.runner.statistics
 
     def answers(self) -> Iterator[Sequence]:
-        """Yield each sequence when it ends."""
         while self.waiting or self.ready or self.active:
             with torch.inference_mode():
                 if self._starts_requests():
-                    self._admit()
+                    was_running = bool(self.active)
+                    while rows := self._next_rows():
+                        self._start(rows)
+                        if was_running:  # one pass with new prompts delays them
+                            break
                 if not any(row.ended for row in self.active):
                     self._step()
                 ended = self._remove_ended()
@@ -151,171 +78,70 @@ class Scheduler:
 
     # ------------------------------------------------------------------ starting and ending
 
-    def _admit(self) -> None:
-        """Fill free slots: first with followers that can start, then with new leaders.
-
-        If no leader can start, the followers of running leaders start before their leaders' answers are complete, as
-        far as they fit into the free slots: steps with few rows would cost more than sharing saves. If rows are
-        running, only one pass with new prompts (and the followers' checks after it) delays them.
-        """
-        was_running = bool(self.active)
-        while len(self.active) < self.capacity:
-            if self.ready:
-                self._start_followers()
-            elif not self._start_leaders():
-                groups = self._groups_that_fit()
-                if not groups:
-                    return
-                for group in groups:
-                    self._release_followers(group)
-                continue
-            if was_running:
-                return
-
     def _starts_requests(self) -> bool:
         """Return whether to run prompts now: beside running rows, a small pass waits for requests that can join it."""
-        if not (self.active and self.schedule.refill):
+        if not (self.active and self.refill):
             return not self.active
         rows = self._next_rows()
-        if not rows:
-            return bool(self._groups_that_fit())
         tokens = sum(len(row.prompt) for row in rows)
-        is_full = len(self.active) + len(rows) == self.capacity
-        others_may_join = is_full or any(row.kept_layers for row in self.active)
+        others_may_join = len(self.active) + len(rows) == self.capacity
         return tokens >= LEAST_PASS or len(rows) >= FREE_SHARE * self.capacity or not others_may_join
 
     def _next_rows(self) -> list[Sequence]:
         """Return the requests that can start in the free slots: followers with the same first layer, or leaders."""
-        if not self.ready:
-            return self._next_leaders()
-        first = self.ready[0].followers[0].first_layer
-        rows = (row for group in self.ready for row in group.followers if row.first_layer == first)
-        return list(islice(rows, self.capacity - len(self.active)))
-
-    def _next_leaders(self) -> list[Sequence]:
-        """Return the leaders that can start in the free slots, at most `max_leaders` with followers."""
-        leading, rows = sum(bool(row.kept_layers) for row in self.active), []
-        for group in islice(self.waiting, self.capacity - len(self.active)):
-            if group.followers and leading >= self.max_leaders:
-                break
+        free = self.capacity - len(self.active)
+        if self.ready:
+            first = self.ready[0].followers[0].first_layer
+            following = (takewhile(lambda row: row.first_layer == first, group.followers) for group in self.ready)
+            return list(islice(chain.from_iterable(following), free))
+        leading, rows = 0, []
+        for group in islice(self.waiting, free):
             leading += bool(group.followers)
+            if leading > self.max_leaders:
+                break
             rows.append(group.leader)
         return rows
 
-    def _groups_that_fit(self) -> list[PromptGroup]:
-        """Return groups of running leaders whose followers fit into the free slots."""
-        leading = [row.group for row in self.active if row.kept_layers]
-        rows = accumulate((len(group.followers) for group in leading), initial=len(self.active))
-        return [group for group, end in zip(leading, list(rows)[1:], strict=True) if end <= self.capacity]
-
-    def _has_room(self, row: Sequence, tokens: int, logits: int = 0) -> bool:
-        """Return whether `row` fits into a pass that already has these numbers of tokens and logits."""
-        if len(self.active) >= self.capacity:
-            return False
-        if not tokens:  # the first row of a pass always fits
-            return True
-        checked = self.schedule.follow if logits else 0  # tokens of the leader's answer
-        return tokens + len(row.prompt) + checked <= self.runner.largest_pass and logits < self.runner.largest_pass // 4
-
-    def _activate(self, row: Sequence) -> Sequence:
-        row.slot = len(self.active)
-        row.end_tokens = self.sampler.stopping.ends(row.request.params)
-        shared = row.group.prefix
-        prefix = shared.for_mask(row.mask, self.runner) if shared else None
-        self.runner.cache.begin(row.slot, prefix, is_copied=bool(shared and shared.is_copied))
-        self.active.append(row)
-        return row
-
-    def _start_leaders(self) -> bool:
-        rows: list[Sequence] = []
-        tokens = 0
-        for leader in self._next_leaders():
-            if not self._has_room(leader, tokens):
-                break
-            tokens += len(leader.prompt)
-            self.waiting.popleft()
-            rows.append(self._activate(leader))
-        if not rows:
-            return False
-        prompts = [row.prompt for row in rows]
-        logits = self._forward(rows, prompts, [len(prompt) - 1 for prompt in prompts])
-        choices = self._argmax(logits, rows)
-        for i, row in enumerate(rows):
-            row.cached = len(prompts[i])
-            self.statistics.prompt_tokens += row.cached
-            self._append_tokens(row, logits, slice(i, i + 1), [], choices)
-            if not self.schedule.follow:
-                self._release_followers(row.group)
-        return True
-
-    def _release_followers(self, group: PromptGroup) -> None:
-        """Copy the leader's keys and values for its followers, and let them start (once per group)."""
-        if group.followers and not group.leader_tokens:
-            leader = group.leader
-            leader.kept_layers = frozenset()
-            group.leader_tokens = leader.tokens if self.schedule.follow else list(leader.prompt)
-            group.leader_cache = self.runner.cache.snapshot(leader.slot, leader.cached, group.followers[0].first_layer)
-            self.ready.append(group)
-
-    def _start_followers(self) -> None:
-        """Start followers with the same first pruned layer: run that layer and those above."""
-        first = self.ready[0].followers[0].first_layer
-        rows: list[Sequence] = []
-        # by group: inputs of layer `first` at all tokens of the leader but the last one, which the leader never ran
-        inputs: dict[int, torch.Tensor] = {}
-        tokens = logits = 0
-        for group in self.ready:
-            queue = group.followers
-            while queue and queue[0].first_layer == first and self._has_room(queue[0], tokens, logits):
-                rows.append(self._activate(queue.popleft()))
-                inputs.setdefault(id(group), torch.cat(group.layer_inputs[first]))
-                tokens += len(rows[-1].prompt) + self.schedule.follow
-                logits += 1 + self.schedule.follow
-        following = rows  # rows that have chosen the leader's tokens until now
-        while following:
-            following = self._follow(following, first, [inputs[id(row.group)] for row in following])
+    def _start(self, rows: list[Sequence]) -> None:
+        """Run the prompts of followers or of leaders, as many as fit into a pass, and choose their first tokens."""
+        ends = accumulate(len(row.prompt) for row in rows)
+        rows = [row for row, end in zip(rows, ends, strict=True) if end <= self.runner.largest_pass] or rows[:1]
+        follows, first, hidden, batch = bool(self.ready), 0, None, []
+        if follows:
+            first = rows[0].first_layer
+            hidden = torch.cat([row.group.layer_inputs[first] for row in rows])
         for row in rows:
-            group = row.group
-            common = min(row.cached, len(inputs[id(group)]))
-            self.runner.cache.restore(row.slot, group.leader_cache, common, first)
-            self.statistics.followed += common_length(row.tokens, group.leader_tokens) - len(row.prompt)
+            (row.group.followers if follows else self.waiting).popleft()
+            row.slot = len(self.active)
+            row.end_tokens = self.sampler.stopping.ends(row.request.params)
+            shared = row.group.prefix
+            prefix = shared.for_mask(row.mask, self.runner) if shared else None
+            self.runner.cache.begin(row.slot, prefix, is_copied=bool(shared and shared.is_copied))
+            self.active.append(row)
+            keep = frozenset[int]() if follows else frozenset(later.first_layer for later in row.group.followers)
+            batch.append(Chunk(row.slot, 0, row.mask, row.prompt, len(row.prompt) - 1, keep))
+        logits, layer_inputs = self.runner.forward(batch, first, hidden)
+        for row, inputs in zip(rows, layer_inputs, strict=True):
+            group, row.cached = row.group, len(row.prompt)
+            if follows:
+                self.statistics.follow_tokens += row.cached
+                self.runner.cache.restore(row.slot, group.leader_cache[:first])
+                continue
+            self.statistics.prompt_tokens += row.cached
+            if group.followers:
+                highest, group.layer_inputs = group.followers[0].first_layer, inputs
+                group.leader_cache = self.runner.cache.snapshot(row.slot, row.cached, highest)
+                self.ready.append(group)
         for group in [group for group in self.ready if not group.followers]:
             self.ready.remove(group)
             group.leader_cache, group.layer_inputs = [], {}
-
-    def _follow(self, rows: list[Sequence], first: int, inputs: list[torch.Tensor]) -> list[Sequence]:
-        """Run the next tokens of the leader in each row; return the rows that chose the same tokens."""
-        leading, hidden, skips = [], [], []
-        for row, layer_inputs in zip(rows, inputs, strict=True):
-            prompt, start = len(row.prompt), row.cached
-            stop = min(max(start, prompt) + self.schedule.follow, len(layer_inputs))
-            leading.append(row.group.leader_tokens[start:stop])
-            hidden.append(layer_inputs[start:stop])
-            skips.append(max(prompt - 1 - start, 0))  # logits are needed from the prompt's last token on
-        logits = self._forward(rows, leading, skips, first, torch.cat(hidden))
-        choices = self._argmax(logits, rows)
-        matching, end = [], 0
-        for row, layer_inputs, tokens, skip in zip(rows, inputs, leading, skips, strict=True):
-            leader_tokens, stop = row.group.leader_tokens, row.cached + len(tokens)
-            span = slice(end, end + len(tokens) - skip)
-            end = span.stop
-            row.cached += skip + 1
-            self._append_tokens(row, logits, span, leader_tokens[row.cached : stop], choices)
-            if not row.ended and stop < len(layer_inputs) and row.tokens == leader_tokens[: stop + 1]:
-                matching.append(row)
-        self.statistics.follow_tokens += sum(map(len, leading))
-        return matching
+        self._append_tokens(rows, logits)
 
     def _remove_ended(self) -> list[Sequence]:
         ended = [row for row in reversed(self.active) if row.ended]  # reversed: no ended row is moved
         for row in ended:
-            row.group.unanswered -= 1
             if row.group.prefix:
                 row.group.prefix.answered()
-            if row is row.group.leader:
-                self._release_followers(row.group)
-            if self.schedule.drafts:
-                self.drafter.add(row)
             self._release_slot(row.slot)
         self.statistics.answers += len(ended)
         self.statistics.answer_tokens += sum(len(row.answer) for row in ended)
@@ -343,84 +169,33 @@ class Scheduler:
 
     # ------------------------------------------------------------------ computing
 
-    def _forward(
-        self, rows: Items[Sequence], tokens: Items[Items[int]], skips: Items[int] | None = None, *args: Any
-    ) -> torch.Tensor:
-        """Run new tokens of some rows, keep the layer inputs for their followers, and return the logits."""
-        batch = [
-            Chunk(row.slot, row.cached, row.mask, new, skip, row.kept_layers)
-            for row, new, skip in zip(rows, tokens, skips or [0] * len(rows), strict=True)
-        ]
-        logits, layer_inputs = self.runner.forward(batch, *args)
-        refuse_nan(logits[:, 0])
-        for row, inputs in zip(rows, layer_inputs, strict=True):
-            for layer, hidden in inputs.items():
-                row.group.layer_inputs.setdefault(layer, []).append(hidden)
-        return logits
-
     def _step(self) -> None:
-        """Decode the next token of each row, or several with accepted drafts."""
-        rows = self.active
-        drafts: list[list[int]] = [[] for _ in rows]
-        budget = self.schedule.budget or 0
-        if self.schedule.drafts and budget > len(rows):
-            drafts = self.drafter.propose(rows, self.schedule.drafts, budget - len(rows))
-        logits = self._forward(rows, [[row.answer[-1], *draft] for row, draft in zip(rows, drafts, strict=True)])
+        """Decode the next token of each row."""
+        logits, _ = self.runner.forward([Chunk(row.slot, row.cached, row.mask, row.answer[-1:]) for row in self.active])
         self.statistics.steps += 1
-        self.statistics.step_rows += len(rows)
-        self.statistics.step_tokens += len(logits)
-        choices = self._argmax(logits, rows)
-        end = 0
-        for row, draft in zip(rows, drafts, strict=True):
-            span = slice(end, end + 1 + len(draft))
-            end = span.stop
+        for row in self.active:
             row.cached += 1
-            appended = self._append_tokens(row, logits, span, draft, choices)
-            self.statistics.drafted += len(draft)
-            self.statistics.draft_accepted += appended - 1
-            for layer in row.kept_layers:  # drop the inputs of rejected draft tokens
-                pieces = row.group.layer_inputs[layer]
-                pieces[-1] = pieces[-1][:appended]
+        self._append_tokens(self.active, logits)
 
-    def _argmax(self, logits: torch.Tensor, rows: Items[Sequence]) -> list[tuple[int, bool]]:
-        """Return the argmax of each row of the logits, and whether it is a near-tie to decide in a batch of one.
-
-        The list is empty if no request takes the argmax.
-        """
-        if not any(row.request.params.takes_argmax for row in rows):
-            return []
-        tokens = logits.float().argmax(-1).tolist()  # in float32 for each model type, as in `generate`
-        near_ties = near_tied_argmax(logits).tolist() if self.deterministic else [False] * len(tokens)
-        return list(zip(tokens, near_ties, strict=True))
-
-    def _append_tokens(
-        self, row: Sequence, logits: torch.Tensor, span: slice, draft: Items[int], choices: Items[tuple[int, bool]]
-    ) -> int:
-        """Choose tokens while they match the draft, append them to the answer, and return their number.
-
-        `span` is the sequence's part of `logits` and of `choices` (see `_argmax`): one entry after the last cached
-        token, and one after each draft token. Accepted draft tokens count as cached.
-        """
-        params, answer = row.request.params, row.answer
-        for i, entry in enumerate(range(span.start, span.stop)):
-            token = self._choose(row, logits[entry], choices[entry] if params.takes_argmax else None)
+    def _append_tokens(self, rows: Items[Sequence], logits: torch.Tensor) -> None:
+        """Choose the next token of each row from its logits, (rows, vocabulary), and append it to the answer."""
+        refuse_nan(logits[:, 0])
+        tokens, near_ties = [0] * len(rows), [False] * len(rows)
+        if any(row.request.params.takes_argmax for row in rows):
+            tokens = logits.float().argmax(-1).tolist()  # in float32 for each model type, as in `generate`
+            near_ties = near_tied_argmax(logits).tolist() if self.deterministic else near_ties
+        for row, scores, token, near_tie in zip(rows, logits, tokens, near_ties, strict=True):
+            request, answer = row.request, row.answer
+            takes_argmax = request.params.takes_argmax
+            if not takes_argmax:
+                near_tie = self.deterministic and self.sampler.near_tie(scores, request, answer)
+            if near_tie:  # decided in a batch of one
+                self.statistics.alone += 1
+                scores = self.runner.forward_alone([*request.prompt, *answer], row.mask)
+                token = int(scores.float().argmax())
+            if not takes_argmax:
+                token = self.sampler.choose(scores, request, answer)
             answer.append(token)
             row.ended = token in row.end_tokens or len(answer) >= row.max_tokens
-            if params.stop and not row.ended:
-                row.ended = self.sampler.stopping.has_stop_text(answer, params.stop)
-            if row.ended or i == len(draft) or token != draft[i]:
-                break
-            row.cached += 1
-        return i + 1
-
-    def _choose(self, row: Sequence, logits: torch.Tensor, choice: tuple[int, bool] | None) -> int:
-        """Choose the next token: take `choice` (see `_argmax`) or sample. Recompute a near-tie in a batch of one."""
-        if choice:
-            token, near_tie = choice
-        else:
-            near_tie = self.deterministic and self.sampler.near_tie(logits, row.request, row.answer)
-        if near_tie:
-            self.statistics.alone += 1
-            logits = self.runner.forward_alone([*row.request.prompt, *row.answer], row.mask)
-            token = int(logits.float().argmax())
-        return token if choice else self.sampler.choose(logits, row.request, row.answer)
+            if request.params.stop and not row.ended:
+                row.ended = self.sampler.stopping.has_stop_text(answer, request.params.stop)

@@ -206,9 +206,9 @@ class TreeCache(Store):
         """Compute the attention of a packed batch, (1, tokens, heads, width of values); store what others need."""
         options, layout = AttentionOptions.of(call), self.layout
         if layout is None:
-            raise UnsupportedAttention("pass")
+            raise UnsupportedAttention("the model calls its attention outside of the engine's passes")
         if call.stored_mask is not None or call.query_mask is not None:
-            raise UnsupportedAttention("filtered")
+            raise UnsupportedAttention("a method filters tokens of the texts, and log-likelihoods need all of them")
         query, key, value = (x[0] for x in (call.query, call.key, call.value))
         stored = self.stored.setdefault(call.module.layer_idx, {})
         for slot, (start, end) in zip(layout.slots, pairwise(layout.starts), strict=True):

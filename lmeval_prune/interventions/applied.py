@@ -6,7 +6,7 @@ While there is such a list, compiled code does not run: it ignores later hooks a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from threading import RLock, Thread, current_thread
 from typing import Any, ClassVar, TypeVar
 
@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from lmeval_prune.architectures import ModelMap
+from lmeval_prune.attributes import replaced
 from lmeval_prune.errors import InputError
 
 _ATTRIBUTE = "_lmeval_prune_applied"
@@ -25,12 +26,13 @@ class _Applied(list[tuple[Any, Thread | None]]):
     """Interventions, first applied first, each with the only thread that may apply more (None: any thread may)."""
 
     models: ClassVar[int] = 0  # with something applied
-    stance: ClassVar[Any] = None  # in which PyTorch ignores `torch.compile`
+    stance: ClassVar[ExitStack] = ExitStack()  # while it is open, PyTorch ignores `torch.compile`
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         if not _Applied.models:
-            _Applied.stance = torch.compiler.set_stance("force_eager")  # raises inside a compiled function
+            _Applied.stance.enter_context(torch.compiler.set_stance("force_eager"))  # raises inside a compiled function
+            _Applied.stance.enter_context(replaced(torch._dynamo, set_stance=_set_stance))
         _Applied.models += 1
         self.modules = list(model.modules())
         for module in self.modules:
@@ -40,14 +42,20 @@ class _Applied(list[tuple[Any, Thread | None]]):
         raise InputError("a copy of a model would keep what is applied to it; copy or save it outside of the block")
 
     def drop(self, entry: tuple[Any, Thread | None]) -> None:
-        """Remove an intervention, and the list with the last one."""
         self[:] = [other for other in self if other is not entry]
         if not self:
             for module in self.modules:
                 del vars(module)[_ATTRIBUTE]
             _Applied.models -= 1
             if not _Applied.models:
-                _Applied.stance.__exit__(None, None, None)
+                _Applied.stance.close()
+
+
+def _set_stance(stance: str = "default", **_: Any) -> AbstractContextManager[None]:
+    """Refuse, in place of `torch.compiler.set_stance`, to let compiled code run while something is applied."""
+    if stance == "force_eager":
+        return nullcontext()
+    raise InputError(f"compiled code ignores what is applied to a model; set the stance {stance} outside of the block")
 
 
 @contextmanager

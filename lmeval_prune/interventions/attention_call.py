@@ -25,39 +25,9 @@ from lmeval_prune.interventions.applied import changed_by
 NAME = "lmeval_prune"  # of the attention function that calls a store; a store needs no masks of transformers
 WRAPPABLE = ("sdpa", "eager")  # implementations that handlers can intercept
 
-REASONS = {  # for which the engine does not run a model; the model is the subject of each sentence
-    "bias": "the model's attention adds a bias to its scores, which the engine does not compute",
-    "devices": "the model's layers are on several devices",
-    "error": "the engine does not know how to run the model; its check ended with {error}",
-    "filtered": "a method filters tokens of the texts, and log-likelihoods need all of them",
-    "head_mask": "the model's attention multiplies its heads by a mask, which the engine does not compute",
-    "interface": "the model's attention does not use transformers' attention interface",
-    "layers": "the model has layers of type {types}, which the engine does not run",
-    "logits": "the model's logits would differ by {difference:.2g}",
-    "logits_to_keep": "the model computes the logits of all tokens, it does not know logits_to_keep",
-    "mask": "the model passes dropout, a padded batch or a mask of its own to its attention",
-    "modules": "the model's attention is computed by modules that are not in the map of its heads",
-    "not_declared": "the method {method} declares neither tokenwise nor by_sequence",
-    "order": "under the method {method} the model's answers depend on earlier answers",
-    "pass": "the model calls its attention outside of the engine's passes",
-    "prefix": "a method skips tokens of the model's prompts after a common prefix",
-    "rope": "the model scales the positions of a batch by its longest row (rope type {rope_type})",
-    "sinks": "the model's attention has sinks, which the engine does not compute",
-    "state": "a method keeps a state of each text, and texts that share tokens are computed together",
-    "window": "the model has layers with a sliding window whose size it does not pass to its attention",
-}
-
 
 class UnsupportedAttention(Exception):  # noqa: N818 - a reason to fall back, not a failure
-    """A model, or a method on it, needs a feature that the engine lacks.
-
-    Args:
-        reason: key of `REASONS`.
-        values: of the reason's fields.
-    """
-
-    def __init__(self, reason: str, **values: object) -> None:
-        super().__init__(REASONS[reason].format(**values))
+    """A model, or a method on it, needs a feature that the engine lacks; the message's subject is the model."""
 
 
 Attended = tuple[torch.Tensor, torch.Tensor | None]
@@ -105,7 +75,9 @@ class Store(Protocol):
 
         Slots of sequences that begin in this pass are reset.
         """
-        raise UnsupportedAttention("state")
+        raise UnsupportedAttention(
+            "a method keeps a state of each text, and texts that share tokens are computed together"
+        )
 
 
 @dataclass
@@ -313,7 +285,7 @@ def _attend(
     if wire is None and implementation:  # another model with a copy of the configuration
         return _function(implementation, module)(module, query, key, value, attention_mask, **options)
     if wire is None or wire.layer is None:
-        raise UnsupportedAttention("modules")
+        raise UnsupportedAttention("the model's attention is computed by modules that are not in the map of its heads")
     store = wire.wiring.stores[-1] if wire.wiring.stores else None
     attend: Attend = store.attend if store else _original_attention
     for handler in wire.wiring.handlers:

@@ -43,7 +43,7 @@ class Intervention(Settings, ABC):
             decoding engine runs such methods: tokens of different requests share one packed batch.
         by_sequence: (class variable) the effect on a token depends on earlier tokens of the same sequence, and the
             method keeps its state of each sequence in the engine's store (`AttentionCall.store`). The engine runs such
-            methods, but never removes tokens. Any other method falls back to `generate`.
+            methods, too. Any other method falls back to `generate`.
         origin: the artefact that it was loaded from.
     """
 
@@ -56,7 +56,6 @@ class Intervention(Settings, ABC):
 
     @classmethod
     def message_prefix(cls) -> str:
-        """Return the method's name before a field's in messages: `METHOD.`."""
         return f"{method_name(cls)}."
 
     def resolve(self, model_map: ModelMap) -> Self:

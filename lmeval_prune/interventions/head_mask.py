@@ -74,7 +74,6 @@ class HeadMask(Intervention):
         return replace(self | other, allow_empty_layer=either, origin=self.origin or other.origin)
 
     def converted(self, kind: Any) -> Intervention | None:
-        """Return the mask itself, or a plan that removes its heads."""
         plan: Intervention | None = kind.from_mask(self) if method_name(kind) == "plan" else super().converted(kind)
         return plan
 
@@ -104,12 +103,10 @@ class HeadMask(Intervention):
         return layers
 
     def resolve(self, model_map: ModelMap) -> Self:
-        """Expand ranges of heads."""
         names = tuple(map(str, self.heads_of(model_map)))
         return self if names == self.heads else replace(self, heads=names)
 
     def attach(self, model_map: ModelMap, stack: ExitStack) -> None:
-        """Hook the output projection of each layer that loses heads."""
         for layer, numbers in self.by_layer(model_map):
             zero_columns(layer, numbers, stack)
 
@@ -131,7 +128,6 @@ class HeadMask(Intervention):
         return report
 
     def summary(self, model_map: ModelMap) -> str:
-        """Return the number of pruned heads, and the first of them, in one line."""
         heads = self.heads_of(model_map)
         return f"{len(heads)} of {model_map.total_heads} heads masked: {first_few(heads)}"
 
@@ -179,14 +175,12 @@ class RowMasks(Intervention):
     _state: _State = field(default_factory=_State, init=False, compare=False, repr=False)
 
     def attach(self, model_map: ModelMap, stack: ExitStack) -> None:
-        """Hook the output projection of each layer."""
         self._state.model_map = model_map
         stack.callback(setattr, self._state, "model_map", None)
         for layer in model_map.attention:
             change_input(layer.o_proj, partial(self._drop, layer.name), stack)
 
     def identity(self, model_map: ModelMap) -> dict[str, Any]:
-        """Refuse: the masks change from block to block, so answers cannot be stored under one identity."""
         raise InputError("answers under RowMasks cannot be kept: masks change from block to block; use a HeadMask")
 
     def table(self, masks: Sequence[HeadMask | None] | MaskTable) -> MaskTable:

@@ -72,7 +72,6 @@ class Lora(Intervention):
         object.__setattr__(self, "updates", updates)
 
     def resolve(self, model_map: ModelMap) -> Self:
-        """Refuse a model without the adapter's projections."""
         for name, update in self.updates.items():
             module = self._projection(name, model_map)
             if (len(update.b), update.a.shape[1]) != (out_features(module), in_features(module)):
@@ -93,18 +92,15 @@ class Lora(Intervention):
             stack.callback(module.register_forward_hook(_adding(update)).remove)
 
     def report(self, model_map: ModelMap) -> dict[str, Any]:
-        """Return the adapter's folder name, digest, and number of projections."""
         report: dict[str, Any] = super().report(model_map)
         report["lora"] |= {"adapter": Path(self.adapter).name, "projections": len(self.updates)}
         return report
 
     def save(self, path: str | os.PathLike[str], model_map: ModelMap, **extra: Any) -> None:
-        """Write an artefact that names the adapter's folder."""
         super().save(path, model_map, adapter=self.adapter, **extra)
 
     @classmethod
     def fields_of(cls, path: Path, content: dict[str, Any]) -> dict[str, Any]:
-        """Return the adapter's folder."""
         return {"adapter": content["adapter"]}
 
     def _projection(self, name: str, model_map: ModelMap) -> nn.Module:

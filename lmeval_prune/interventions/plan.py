@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
+from itertools import groupby
 from pathlib import Path
 from typing import Any, ClassVar, NotRequired, Self
 
@@ -30,8 +31,6 @@ from lmeval_prune.artefacts import (
     NONFINITE_REMEDY,
     check_finite,
     file_name,
-    output_lock,
-    read_artefact,
     read_tensors,
     write_bytes,
 )
@@ -39,57 +38,39 @@ from lmeval_prune.config import FrozenMapping
 from lmeval_prune.errors import InputError
 from lmeval_prune.interventions.base import Intervention, change_output, interventions_on
 from lmeval_prune.interventions.head_mask import HeadMask, zero_columns
-from lmeval_prune.interventions.table import SCHEMA_VERSION, ArtefactContents, load_intervention
+from lmeval_prune.interventions.table import ArtefactContents, load_intervention
 
-_NUMBER = r"\d{1,18}"  # ranges are checked against the model's width before they are expanded
+_NUMBER = r"\d{1,7}"  # ranges are expanded before they are compared with the model's width
 _RANGES = re.compile(rf"\s*{_NUMBER}(-{_NUMBER})?(\s*,\s*{_NUMBER}(-{_NUMBER})?)*\s*")
 
 
 class Channels(str):
-    """Sorted channels of a layer without duplicates, as text: `"3,5-9"`.
+    """Sorted channels of a layer without duplicates, as text: `"3,5-9"`, with their `numbers`."""
 
-    Attributes:
-        runs: first and last channel of each run.
-    """
-
-    runs: tuple[tuple[int, int], ...]
+    numbers: list[int]
 
     def __new__(cls, channels: Any, layer: str = "a layer") -> Channels:
         """Parse text or a list of numbers; `layer` names the layer in an `InputError`."""
-        if isinstance(channels, Channels):
-            return channels
-        ranges = [(1, 0)]
+        ranges = [range(0)]
         if isinstance(channels, str) and _RANGES.fullmatch(channels):
             ends = [part.split("-") for part in channels.split(",")]
-            ranges = [(int(end[0]), int(end[-1])) for end in ends]
+            ranges = [range(int(end[0]), int(end[-1]) + 1) for end in ends]
         elif isinstance(channels, Iterable) and all(isinstance(n, int) and n >= 0 for n in channels):
-            ranges = [(number, number) for number in channels]
-        if any(first > last for first, last in ranges):
+            ranges = [range(number, number + 1) for number in channels]
+        if not all(ranges):
             raise InputError(
                 f'channels {str(channels)[:60]!r} of {layer} cannot be read; write them as {{"L0": "3,5-9"}}'
             )
-        return cls._of(ranges)
-
-    @classmethod
-    def _of(cls, ranges: Iterable[tuple[int, int]]) -> Channels:
-        runs: list[tuple[int, int]] = []
-        for first, last in sorted(ranges):
-            if runs and first <= runs[-1][1] + 1:
-                runs[-1] = (runs[-1][0], max(last, runs[-1][1]))
-            else:
-                runs.append((first, last))
-        text = ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
-        channels = super().__new__(cls, text)
-        channels.runs = tuple(runs)
-        return channels
+        numbers = sorted({number for numbers in ranges for number in numbers})
+        runs = groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])
+        spans = [[number for _, number in run] for _, run in runs]
+        text = ",".join(f"{span[0]}-{span[-1]}" if span[1:] else str(span[0]) for span in spans)
+        parsed = super().__new__(cls, text)
+        parsed.numbers = numbers
+        return parsed
 
     def __or__(self, other: Channels) -> Channels:
-        return self._of((*self.runs, *other.runs))
-
-    @property
-    def numbers(self) -> list[int]:
-        """Sorted channel numbers."""
-        return [number for first, last in self.runs for number in range(first, last + 1)]
+        return Channels([*self.numbers, *other.numbers])
 
 
 class TensorFile(TypedDict):
@@ -158,11 +139,9 @@ class Plan(Intervention):
 
     @cached_property
     def mask(self) -> HeadMask | None:
-        """The heads as a head mask; None without heads."""
         return HeadMask(self.heads, allow_empty_layer=self.allow_empty_layer) if self.heads else None
 
     def heads_by_layer(self, model_map: ModelMap) -> list[tuple[AttentionLayer, list[int]]]:
-        """Return the layers that lose heads, and the numbers of these heads."""
         return self.mask.by_layer(model_map) if self.mask else []
 
     def channels_by_layer(self, model_map: ModelMap) -> list[tuple[FeedForward, list[int]]]:
@@ -171,10 +150,10 @@ class Plan(Intervention):
         for label, channels in self.channels.items():
             if label not in blocks:
                 raise InputError(f"layer {label} has no dense feed-forward block")
-            width, last = blocks[label].channels, channels.runs[-1][1]
-            if last >= width:  # before ranges are expanded
+            width, last = blocks[label].channels, channels.numbers[-1]
+            if last >= width:
                 raise InputError(f"channel {last} of layer {label}: it has {width}, 0 to {width - 1}")
-            if channels.runs == ((0, width - 1),) and not self.allow_empty_layer:
+            if len(channels.numbers) == width and not self.allow_empty_layer:
                 raise InputError(
                     f"all {width} channels of layer {label} would be removed; "
                     f"give allow_empty_layer=true if that is meant"
@@ -189,10 +168,6 @@ class Plan(Intervention):
             if numbers := [number for number in range(layer.kv_heads) if number not in staying]:
                 lost.append((layer, numbers))
         return lost
-
-    def channel_numbers(self, label: str) -> list[int]:
-        """Return the removed channels of a layer."""
-        return self.channels[label].numbers if label in self.channels else []
 
     # ------------------------------------------------------------------ methods of an intervention
 
@@ -222,7 +197,6 @@ class Plan(Intervention):
         return replace(self, heads=heads, channels=channels, blocks=blocks, compensation=compensation, tensors="")
 
     def attach(self, model_map: ModelMap, stack: ExitStack) -> None:
-        """Hook each projection that loses inputs, has a compensation, or is the output of a removed block."""
         for layer, heads in self.heads_by_layer(model_map):
             zero_columns(layer, heads, stack)
         for block, channels in self.channels_by_layer(model_map):
@@ -245,7 +219,6 @@ class Plan(Intervention):
 
     @classmethod
     def from_mask(cls, mask: HeadMask) -> Plan:
-        """Convert a head mask."""
         return cls(mask.heads, allow_empty_layer=mask.allow_empty_layer, origin=mask.origin)
 
     def merged_with(self, other: Intervention) -> Plan | None:
@@ -277,11 +250,9 @@ class Plan(Intervention):
         return super().converted(kind)
 
     def settings(self) -> dict[str, Any]:
-        """Return the fields, without blocks if there are none."""
         return {name: value for name, value in super().settings().items() if name != "blocks" or value}
 
     def report(self, model_map: ModelMap) -> dict[str, Any]:
-        """Return the plan, and the numbers of removed and of all heads, channels and blocks."""
         report = super().report(model_map)
         plan = report["plan"] | {
             "heads_pruned": len(report["plan"]["heads"]),
@@ -296,7 +267,6 @@ class Plan(Intervention):
         return {**report, "plan": plan, "heads": plan["heads"]}
 
     def summary(self, model_map: ModelMap) -> str:
-        """Return the numbers of removed and of all heads, channels and blocks in one line."""
         plan = self.report(model_map)["plan"]
         kinds = ("heads", "channels", *(("blocks",) if self.blocks else ()))
         counts = [f"{plan[f'{kind}_pruned']} of {plan[f'{kind}_total']} {kind}" for kind in kinds]
@@ -308,31 +278,20 @@ class Plan(Intervention):
         """Write JSON, and tensors and scores as safetensors next to it; errors as in the base class.
 
         The safetensors file is named by its content and written first, so that an interrupted write leaves the previous
-        plan intact. The safetensors file of a replaced plan is removed last.
+        plan intact.
         """
         from safetensors.torch import save
 
         path, entry = Path(path), {}
-        tensors = {**self.compensation, **{f"scores.{name}": value for name, value in self.scores.items()}}
-        if tensors:
+        if tensors := {**self.compensation, **{f"scores.{name}": value for name, value in self.scores.items()}}:
             data = save({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()})
             sha256 = hashlib.sha256(data).hexdigest()
             entry = {"tensors": {"file": f"{path.stem}.{sha256[:8]}.safetensors", "sha256": sha256}}
-        with output_lock(path):
-            if tensors:
-                write_bytes(path.with_name(entry["tensors"]["file"]), data)
-            try:
-                stale = read_artefact(path, self.schema(), SCHEMA_VERSION, PlanContents)[0]["tensors"]
-            except (InputError, KeyError):
-                stale = {"file": "", "sha256": ""}
-            super().save(path, model_map, made=dict(self.provenance), **entry, **extra)
-            # only a file with the name that `save` gave it: an edited plan may name a file of the user's
-            if stale["file"] == f"{path.stem}.{stale['sha256'][:8]}.safetensors" and stale != entry.get("tensors"):
-                path.with_name(stale["file"]).unlink(missing_ok=True)
+            write_bytes(path.with_name(entry["tensors"]["file"]), data)
+        super().save(path, model_map, made=dict(self.provenance), **entry, **extra)
 
     @classmethod
     def fields_of(cls, path: Path, content: dict[str, Any]) -> dict[str, Any]:
-        """Return provenance, compensation and scores."""
         extra: dict[str, Any] = {"provenance": content.get("made") or {}}
         if entry := content.get("tensors"):
             tensors = read_tensors(path.with_name(file_name(entry["file"])), entry["sha256"])
@@ -342,7 +301,6 @@ class Plan(Intervention):
 
 
 def load_plan(path: str, allow_other_model: bool = False, allow_empty_layer: bool = False) -> Plan:
-    """Read a plan or a head mask as a plan."""
     plan: Any = load_intervention(path, allow_other_model).converted(Plan)
     if not (plan.heads or plan.channels or plan.blocks or plan.compensation):  # of `importance`
         raise InputError(f"{path} removes nothing; make a plan with `lmeval-prune prune --scores {path}`")

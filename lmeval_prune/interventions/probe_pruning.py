@@ -7,15 +7,13 @@ lowest heads and channels are masked for the whole text. Nothing runs faster: th
 
 from __future__ import annotations
 
-import copy
-import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Self
 
 import torch
 from annotated_types import Interval
@@ -40,12 +38,11 @@ from lmeval_prune.interventions.base import Intervention, change_input, interven
 from lmeval_prune.interventions.head_mask import dropped_columns
 from lmeval_prune.interventions.plan import Plan
 
-logger = logging.getLogger(__name__)
 SMALL_PROBE = 10  # a probe of at most this many tokens contains the first token
 _CACHE_KEY = "_lmeval_prune_probe"  # attribute of a cache: the columns masked at its prompt, by layer and projection
 
 ProbeShare = Annotated[float, Interval(gt=0, le=1)]
-Probe = Callable[[Tensor, Tensor], Tensor]  # rows (n,), positions (n, k) -> activations (n, k, columns)
+Probe = Callable[[int, Tensor], Tensor]  # row, positions (k,) -> activations (k, columns)
 
 
 @dataclass(frozen=True)
@@ -60,19 +57,12 @@ class ProbePruning(Intervention):
             to the next layer, and every layer keeps one. Heads and channels that a mask or plan removes, or with zero
             weights, do not count.
         positions: share of a text's tokens in the probe.
-        samples: for `state=run`, share of the batch's texts in the probe.
-        state: `request`: each text has its own choice; `run`: one choice for the batch, which also uses the activations
-            of earlier batches at the same positions, so that answers depend on batch size and order.
-        smoothing: for `state=run`, weight of the earlier batches in the moving average.
         skip_first: number of first layers that are never pruned.
-        chooser: the state of an applied intervention: hooks, counters and history.
+        chooser: the hooks and counters of an applied intervention.
     """
 
     ratio: ShareBelowOne
     positions: ProbeShare = 0.5
-    samples: ProbeShare = 0.05
-    state: Literal["request", "run"] = "request"
-    smoothing: ShareBelowOne = 0.99
     skip_first: Natural = 3
     chooser: Chooser | None = field(default=None, init=False, compare=False, repr=False)
 
@@ -80,13 +70,7 @@ class ProbePruning(Intervention):
         super().__post_init__()
         object.__setattr__(self, "tokenwise", self.ratio == 0)
 
-    @property
-    def needs_order(self) -> bool:
-        """Return whether answers depend on earlier answers."""
-        return self.state == "run" and self.ratio > 0
-
     def resolve(self, model_map: ModelMap) -> Self:
-        """Refuse models without causal attention that can be intercepted, and ratios that fit no layer."""
         if not model_map.is_causal:
             raise InputError(f"probe_pruning is for causal models; {model_map.model_type} is none")
         check_attention_calls(model_map)
@@ -106,27 +90,19 @@ class ProbePruning(Intervention):
         return replace(self)  # every application has its own chooser
 
     def pruned_layers(self, model_map: ModelMap) -> tuple[list[AttentionLayer], list[FeedForward]]:
-        """Return the attention layers and feed-forward blocks after `skip_first`."""
         layers = list(model_map.attention[self.skip_first :])
         labels = {layer.label for layer in layers}
         return layers, [block for block in model_map.feed_forward if block.label in labels]
 
     def attach(self, model_map: ModelMap, stack: ExitStack) -> None:
-        """Install the hooks that choose and mask in each pruned layer."""
         if self.ratio == 0:
             return
-        if self.needs_order:
-            logger.warning("probe_pruning.state=run: answers depend on the batch size and on the order of requests")
         chooser = Chooser(self, model_map)
         chooser.attach(stack)
         object.__setattr__(self, "chooser", chooser)
 
     def preserve_state(self) -> AbstractContextManager[None]:
-        """Restore counters and history after the block."""
-        if not self.chooser:
-            return nullcontext()
-        state = {name: copy.deepcopy(getattr(self.chooser, name)) for name in ("history", "batches", "masked")}
-        return replaced(self.chooser, **state)
+        return replaced(self.chooser, masked=Counter(self.chooser.masked)) if self.chooser else nullcontext()
 
     def merged_with(self, other: Intervention) -> None:
         """Refuse a second probe, and stateful handlers, which would count the probe's tokens."""
@@ -136,15 +112,9 @@ class ProbePruning(Intervention):
             raise InputError("probe_pruning runs attention twice, which token_filter would count; give one of them")
 
     def report(self, model_map: ModelMap) -> dict[str, Any]:
-        """Return the settings, the number of batches by size, and the masked shares of the whole model."""
-        batches, masked = (self.chooser.batches, self.chooser.masked) if self.chooser else ({}, Counter())
-        return {
-            **super().report(model_map),
-            "probe_pruning_batches": {str(texts): count for texts, count in sorted(batches.items())},
-            "probe_pruning_left_out": {
-                kind: masked[kind] / masked[f"all {kind}"] if masked[kind] else 0.0 for kind in ("heads", "channels")
-            },
-        }
+        masked = self.chooser.masked if self.chooser else Counter[str]()
+        shares = {kind: masked[kind] / masked[f"all {kind}"] if masked[kind] else 0.0 for kind in ("heads", "channels")}
+        return {**super().report(model_map), "probe_pruning_left_out": shares}
 
 
 class _Target:
@@ -187,17 +157,12 @@ class Chooser:
 
     def __init__(self, settings: ProbePruning, model_map: ModelMap) -> None:
         self.settings, self.model_map = settings, model_map
-        # By projection, the moving average of squared activations, (positions, columns); NaN where there are none.
-        # Positions count a text's own tokens, without padding.
-        self.history: dict[str, Tensor] = {}
-        self.batches: Counter[int] = Counter()  # number of batches by their number of texts
         self.masked: Counter[str] = Counter()  # masked heads and channels, and all (`all heads`, `all channels`)
         self._layers, self._blocks = settings.pruned_layers(model_map)
         self._passes: dict[str, _LayerPass] = {}  # by label, of layers that run
         self._targets: dict[str, _Target] = {}  # by name, `L3.o_proj`
 
     def attach(self, stack: ExitStack) -> None:
-        """Hook the pruned layers until `stack` closes."""
         intercept_attention(self.model_map, self._attend, stack)
         for layer in self._layers:
             module = self.model_map.layers[layer.label]
@@ -236,7 +201,7 @@ class Chooser:
             layer.real = valid_tokens(call)
             if call.layer is self._layers[0]:
                 self._begin_batch(len(layer.real))
-            layer.choices["o_proj"] = self._choose(layer, f"{call.layer.label}.o_proj", _probe_of(call, attend), out)
+            layer.choices["o_proj"] = self._choose(layer, f"{call.layer.label}.o_proj", _probe_of(call, attend))
         heads = layer.choices["o_proj"][:, :: call.layer.head_dim][:, None, :, None]
         return out.masked_fill(heads, 0), weights
 
@@ -246,14 +211,13 @@ class Chooser:
             assert layer.real is not None
             activations = x.detach().reshape(*layer.real.shape, -1)
             layer.choices["down"] = self._choose(
-                layer, f"{block.label}.down", lambda rows, positions: activations[rows[:, None], positions], activations
+                layer, f"{block.label}.down", lambda row, positions: activations[row, positions]
             )
         drop = layer.choices["down"]
         return x.reshape(len(drop), -1, x.shape[-1]).masked_fill(drop[:, None], 0).reshape(x.shape)
 
     def _begin_batch(self, texts: int) -> None:
-        """Count a batch, and compute how many heads and channels each layer masks under the current plans."""
-        self.batches[texts] += 1
+        """Count a batch's units, and compute how many heads and channels each layer masks under the current plans."""
         self.masked["all heads"] += texts * self.model_map.total_heads
         self.masked["all channels"] += texts * sum(self.model_map.channels().values())
         applied = interventions_on(self.model_map.attention[0].module)
@@ -265,11 +229,10 @@ class Chooser:
                 target.count = count
                 self._targets[target.name] = target
 
-    def _choose(self, layer: _LayerPass, name: str, probe: Probe, activations: Tensor) -> Tensor:
+    def _choose(self, layer: _LayerPass, name: str, probe: Probe) -> Tensor:
         """Return the columns to mask in each row, (rows, columns).
 
-        `probe` computes activations of some rows at some positions, as if there were no others; `activations` holds
-        those of all tokens, (rows, tokens, …).
+        `probe` computes activations of a row at some positions, as if there were no others.
         """
         assert layer.real is not None
         target, real = self._targets[name], layer.real
@@ -281,67 +244,30 @@ class Chooser:
                 f"probe_pruning: the hidden states before {name} are not finite, so they choose no tokens",
                 remedy=FINITE_REMEDY,
             )
-        if self.settings.state == "run":
-            return self._choose_for_batch(name, probe, activations.flatten(2), real, norms, tie).expand(len(real), -1)
         drops = []
         for row, is_real in enumerate(real):
-            first = int(is_real.int().argmax())
-            positions = first + self._positions(norms[row, first:], int(is_real.sum()), tie)
-            probed = probe(torch.tensor([row], device=positions.device), positions[None])[0]
-            drops.append(target.lowest(probed.detach().double().square().sum(0), tie))
+            first, count = int(is_real.int().argmax()), int(is_real.sum())
+            size = min(max(math.ceil(self.settings.positions * count), 2), max(count, 1))
+            positions = top_positions(norms[row, first:], size, True, tie)
+            if size <= SMALL_PROBE:
+                positions[0] = 0
+            probed = probe(row, first + positions).detach().double()
+            drops.append(target.lowest(probed.square().sum(0), tie))
         return torch.stack(drops)
-
-    def _choose_for_batch(
-        self, name: str, probe: Probe, activations: Tensor, real: Tensor, norms: Tensor, tie: float
-    ) -> Tensor:
-        """Return the columns to mask in all rows, (columns,), by the probe and the history; update the history."""
-        order = real.int().argsort(dim=1, descending=True, stable=True)  # a text's own tokens, then its padding
-        real, norms = real.gather(1, order), norms.gather(1, order)
-        activations = activations.gather(1, order[..., None].expand(activations.shape))
-        positions = self._positions(norms.norm(dim=0), int(real.any(0).sum()), tie)
-        rows = top_positions(norms[:, positions].norm(dim=1), math.ceil(self.settings.samples * len(real)), True, tie)
-        probed = _mean_squares(probe(rows, order[rows][:, positions]), real[rows][:, positions])
-        history = self.history.get(name, probed.new_full((0, activations.shape[-1]), torch.nan))
-        missing = max(0, real.shape[1] - len(history))
-        history = torch.cat([history, history.new_full((missing, activations.shape[-1]), torch.nan)])
-        # p and h each weighted by itself: (p² + h²) / (p + h)
-        earlier = history[positions]
-        total = probed + earlier
-        fused = torch.where(total > 0, (probed.square() + earlier.square()) / total, 0.0)
-        drop = self._targets[name].lowest(torch.where(earlier.isnan(), probed, fused).sum(0), tie)
-
-        squares, smoothing = _mean_squares(activations, real), self.settings.smoothing
-        old, later = history[: len(squares)], history[len(squares) :]
-        new = torch.where(old.isnan(), squares, smoothing * old + (1 - smoothing) * squares)
-        self.history[name] = torch.cat([torch.where(real.any(0)[:, None] & ~drop, new, old), later])
-        return drop
-
-    def _positions(self, norms: Tensor, count: int, tie: float) -> Tensor:
-        size = min(max(math.ceil(self.settings.positions * count), 2), max(count, 1))
-        positions = top_positions(norms, size, True, tie)
-        if size <= SMALL_PROBE:
-            positions[0] = 0
-        return positions
 
 
 def _probe_of(call: AttentionCall, attend: Attend) -> Probe:
-    """Return a function that computes the attention among some tokens of some rows."""
+    """Return a function that computes the attention among some tokens of a row."""
 
-    def probe(rows: Tensor, positions: Tensor) -> Tensor:
-        rows, mask = rows[:, None], call.mask
+    def probe(row: int, positions: Tensor) -> Tensor:
+        mask = call.mask
         if mask is not None:
-            mask = mask.expand(len(call.query), -1, -1, -1)
-            mask = mask[rows[..., None], :, positions[..., None], positions[:, None]].permute(0, 3, 1, 2)
-        parts = {name: getattr(call, name)[rows, :, positions].transpose(1, 2) for name in ("query", "key", "value")}
-        return attend(replace(call, **parts, mask=mask))[0].flatten(2)
+            mask = mask.expand(len(call.query), -1, -1, -1)[row, None][..., positions[:, None], positions]
+        names = ("query", "key", "value")
+        parts = {name: getattr(call, name)[row, None, :, positions] for name in names}
+        return attend(replace(call, **parts, mask=mask))[0][0].flatten(1)
 
     return probe
-
-
-def _mean_squares(x: Tensor, real: Tensor) -> Tensor:
-    """Return the mean square of each column at each position over the rows with a token there, (positions, columns)."""
-    squares = torch.where(real[..., None], x.detach().double(), 0.0).square().sum(0)
-    return squares / real.sum(0).clamp(min=1)[:, None]
 
 
 def counts_by_layer(sizes: Sequence[int], ratio: float) -> list[int]:

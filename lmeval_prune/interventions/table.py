@@ -32,7 +32,6 @@ METHODS = Registry(  # a method's module is imported when it is first used
 
 
 def method_name(kind: type) -> str:
-    """Return the name of a class in the registry, or its import path if the registry lacks it."""
     return METHODS.name_of(kind, import_path(kind))
 
 
@@ -108,7 +107,6 @@ class Origin:
     allow_other_model: bool = False
 
     def check(self, model_map: ModelMap) -> None:
-        """Refuse a model other than the artefact's."""
         if self.allow_other_model:
             return
         model, subject = self.model, f"{self.path} was made for"

@@ -88,7 +88,6 @@ class TokenFilter(Intervention):
         object.__setattr__(self, "tokenwise", self.ratio == 0)  # then no decision depends on earlier tokens
 
     def layers(self, model_map: ModelMap) -> tuple[AttentionLayer, ...]:
-        """Return the layers that filter."""
         layers = model_map.attention
         count = max(1, round(self.tail * len(layers)))
         return {"uniform": layers, "tail": layers[-count:], "head": layers[:count]}[self.focus]
@@ -98,7 +97,6 @@ class TokenFilter(Intervention):
         return min(1.0, self.ratio * len(model_map.attention) / len(self.layers(model_map)))
 
     def resolve(self, model_map: ModelMap) -> Self:
-        """Refuse models without causal attention that can be intercepted, and ratios that do not fit `tail`."""
         if not model_map.is_causal:
             raise InputError(f"token_filter is for causal models; {model_map.model_type} is none")
         check_attention_calls(model_map)
@@ -111,7 +109,6 @@ class TokenFilter(Intervention):
         return replace(self)  # each application has its own handler
 
     def attach(self, model_map: ModelMap, stack: ExitStack) -> None:
-        """Intercept the attention of the layers that filter."""
         if self.ratio == 0:
             return
         if self.needs_order:
@@ -122,7 +119,6 @@ class TokenFilter(Intervention):
         object.__setattr__(self, "attention", attention)
 
     def slot_bytes(self, model_map: ModelMap, length: int) -> int:
-        """Return the bytes of a sequence's anchors, state, and positions of stored tokens."""
         if self.ratio == 0:
             return 0
         layers = self.layers(model_map)
@@ -132,7 +128,15 @@ class TokenFilter(Intervention):
 
     def preserve_state(self) -> AbstractContextManager[None]:
         """Restore counters and shared thresholds after the block."""
-        return self.attention.preserve_state() if self.attention else nullcontext()
+        attention: Any = self.attention
+        if not attention:
+            return nullcontext()
+        copies = {
+            name: {label: tensor.clone() for label, tensor in record.items()}
+            for name in ("totals", "shared_states")
+            if (record := getattr(attention, name)) is not None
+        }
+        return replaced(attention, **copies)
 
     @contextmanager
     def fixed_decisions(self) -> Iterator[None]:
@@ -153,22 +157,14 @@ class TokenFilter(Intervention):
 
     @property
     def counts(self) -> dict[str, dict[str, int]]:
-        """Numbers of tokens and skipped tokens so far, by layer."""
         totals = self.attention.totals if self.attention else {}
         return {label: dict(zip(("tokens", "skipped"), total.tolist(), strict=True)) for label, total in totals.items()}
 
     @property
-    def skipped(self) -> dict[str, torch.Tensor]:
-        """Decisions of the last pass, by layer, (rows, tokens)."""
-        return self.attention.skipped if self.attention else {}
-
-    @property
     def needs_order(self) -> bool:
-        """Return whether answers depend on earlier answers."""
         return self.state == "run" and self.ratio > 0
 
     def merged_with(self, other: Intervention) -> None:
-        """Refuse a second filter."""
         if isinstance(other, TokenFilter):
             raise InputError("two token filters cannot be applied at once; give one")
 
@@ -212,6 +208,7 @@ class FilteredAttention:
     Attributes:
         is_applied: whether a model runs with it.
         totals: by layer, tokens and skipped tokens so far, (2,).
+        shared_states: by layer, the threshold of all sequences; None if each has its own.
         skipped: by layer, decisions of the last pass, (rows, tokens).
     """
 
@@ -219,30 +216,14 @@ class FilteredAttention:
         self.rule, self.keep_skipped_kv, self.is_applied = rule, keep_skipped_kv, False
         self.totals: dict[str, torch.Tensor] = {}
         self.skipped: dict[str, torch.Tensor] = {}
-        self._shared_states: dict[str, torch.Tensor] | None = {} if shared else None  # by layer
+        self.shared_states: dict[str, torch.Tensor] | None = {} if shared else None
         self._caches: dict[str, FilteredCacheLayer | None] = {}  # of the running pass, by layer
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FilteredAttention:
         """Return itself: a copied cache keeps its filter."""
         return self
 
-    @contextmanager
-    def preserve_state(self) -> Iterator[None]:
-        """Restore counters and shared thresholds after the block, in place: the engine's slots refer to them."""
-        records = (self.totals, self._shared_states or {})
-        before = [{label: tensor.clone() for label, tensor in record.items()} for record in records]
-        try:
-            yield
-        finally:
-            for record, earlier in zip((self.totals, self._shared_states or {}), before, strict=True):
-                for label in [*record]:
-                    if label in earlier:
-                        record[label].copy_(earlier[label])
-                    else:
-                        del record[label]
-
     def attach(self, model_map: ModelMap, layers: Sequence[AttentionLayer], stack: ExitStack) -> None:
-        """Filter these layers until `stack` closes."""
         intercept_attention(model_map, partial(self.handle, {layer.label for layer in layers}), stack)
         self.is_applied = True
         stack.callback(setattr, self, "is_applied", False)
@@ -284,8 +265,8 @@ class FilteredAttention:
         if call.options.get("sliding_window") is None and cache.tokens + call.key.shape[2] > cache.window:
             raise not_causal(call)  # a decode step may have no mask that shows it
         cache.is_awaited, memory, valid = False, cache.begin(call.key, call.value), valid_tokens(call)
-        if self._shared_states is not None:
-            memory = replace(memory, states=self._shared_states.setdefault(label, fresh_states(1, call.key.device)))
+        if self.shared_states is not None:
+            memory = replace(memory, states=self.shared_states.setdefault(label, fresh_states(1, call.key.device)))
         absent = cache.store(call.key, call.value, valid, memory, self._totals(label, call.key.device))
         self.skipped[label] = absent & valid
         if valid.shape[1] == 1 and _uses_kernel(call, cache):
@@ -300,7 +281,8 @@ class FilteredAttention:
 
     def _attend_in_store(self, call: AttentionCall, store: Store, attend: Attend) -> Attended:
         totals = self._totals(call.layer.label, call.key.device)
-        memory = store.state(call, self, lambda: SlotMemory.fresh_slots(store.count, call, totals))
+        fresh = partial(Memory.fresh, store.count, call.key, call.value)
+        memory = store.state(call, self, lambda: SlotMemory(totals=totals, **vars(fresh())))
         decisions, start = [], 0
         for count, sequences in groupby(zip(store.packed.slots, store.packed.counts, strict=True), key=itemgetter(1)):
             slots = torch.tensor([slot for slot, _ in sequences], device=call.key.device)
@@ -390,25 +372,16 @@ class SlotMemory(Memory):
 
     totals: torch.Tensor  # tokens and skipped tokens of the layer so far, (2,); updated in place
 
-    @classmethod
-    def fresh_slots(cls, slots: int, call: AttentionCall, totals: torch.Tensor) -> SlotMemory:
-        """Return the memory of new sequences."""
-        started, anchor_key, anchor_value, states = Memory.fresh(slots, call.key, call.value).tensors
-        return cls(started, anchor_key, anchor_value, states, totals)
-
     def begin(self, slots: Sequence[int]) -> None:
-        """Reset slots."""
         rows = list(slots)
         for tensor in self.tensors:
             tensor[rows] = 0
         self.states[rows, THRESHOLD] = 1
 
     def move(self, source: int, target: int) -> None:
-        """Copy a sequence to another slot."""
         self.write(target, self.snapshot(source))
 
     def snapshot(self, slot: int) -> Memory:
-        """Return a copy of a sequence's memory."""
         return Memory(*(tensor[slot].clone() for tensor in self.tensors))
 
     def restore(self, slot: int, state: Memory) -> None:
@@ -511,54 +484,43 @@ class FilteredCacheLayer(CacheLayerMixin):
     # ------------------------------------------------------------------ transformers' interface
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Record dtype and device."""
         self.dtype, self.device, self.is_initialized = key_states.dtype, key_states.device, True
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the new tokens unchanged; refuse them if the filter is not applied any more."""
         if not self.is_awaited or not self.owner.is_applied:
             raise InputError("this cache was filled under a token filter that is not applied now; begin a new one")
         self.lazy_initialization(key_states, value_states)
         return key_states, value_states
 
     def get_seq_length(self) -> int:
-        """Return the length of the text so far, including skipped tokens and padding."""
         return self.tokens
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return the mask sizes of the replaced layer."""
         if not isinstance(self.replaced, DynamicSlidingWindowLayer):
             return self.tokens + query_length, 0
         self.replaced.cumulative_length = self.tokens
         return self.replaced.get_mask_sizes(query_length)
 
     def get_max_length(self) -> int:
-        """Return the maximum length of the replaced layer."""
         return int(self.replaced.get_max_length())
 
     def reset(self) -> None:
-        """Remove all tokens."""
         self.memory, self.tokens, self.longest, self.is_initialized = None, 0, 0, False
 
-    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        """Select the rows of the beams that continue."""
-        self.batch_select_indices(beam_idx)
-
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat each row."""
         if self.memory:
             self.batch_select_indices(torch.arange(len(self.lengths)).repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Select rows, possibly several times."""
         if self.memory:
             rows = indices.to(self.keys.device)
             self.keys, self.values, self.positions = self.keys[rows], self.values[rows], self.positions[rows]
             self.lengths, self.memory = self.lengths[rows], self.memory.rows(rows)
 
+    reorder_cache: Any = batch_select_indices  # of the beams that continue
+
     def crop(self, tokens_to_remove: int) -> None:
-        """Refuse to remove tokens: thresholds cannot be rolled back."""
         if tokens_to_remove:
             raise InputError("a token filter cannot take tokens back; leave out assisted decoding and prompt lookup")

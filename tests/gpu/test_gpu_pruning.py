@@ -95,12 +95,11 @@ def test_a_token_filter_skips_what_it_skips_on_a_cpu(options: dict[str, Any]) ->
         torch.testing.assert_close(output(model, inputs.to(DEVICE)).cpu(), expected, **NEAR)
 
 
-@pytest.mark.parametrize("state", ["request", "run"])
 @pytest.mark.parametrize("planned", [False, True])
-def test_probe_pruning_chooses_what_it_chooses_on_a_cpu(state: str, planned: bool) -> None:
+def test_probe_pruning_chooses_what_it_chooses_on_a_cpu(planned: bool) -> None:
     """In two batches, the first with padding; also where a plan takes heads and channels away."""
     model, text = tiny("llama"), text_of("left")
-    probe, plan = ProbePruning(0.5, state=state, skip_first=0), Plan("L0H1", {"L1": "3-9"}) if planned else Plan()
+    probe, plan = ProbePruning(0.5, skip_first=0), Plan("L0H1", {"L1": "3-9"}) if planned else Plan()
 
     def logits(device: str) -> torch.Tensor:
         with plan.applied_to(model), probe.applied_to(model), torch.no_grad():

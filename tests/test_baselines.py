@@ -20,7 +20,7 @@ from lmeval_prune.architectures import ModelMap
 from lmeval_prune.architectures.blocks import weight_of
 from lmeval_prune.cli import main
 from lmeval_prune.interventions.base import change_input
-from lmeval_prune.pruners.allocation import Budget, UnitPool, allocate, removed_by, standardised, unit_pools
+from lmeval_prune.pruners.allocation import UnitPool, allocate, removed_by, standardised, unit_pools
 from lmeval_prune.pruners.base import Pruner, make_pruner
 from lmeval_prune.pruners.baselines import RandomScores
 from lmeval_prune.pruners.calibration import CalibrationText
@@ -29,7 +29,7 @@ from lmeval_prune.pruners.moments import Moments, ReferenceFluctuation, damped, 
 from lmeval_prune.pruners.options import PruneOptions
 from lmeval_prune.pruners.parts import Part, parts_of
 from lmeval_prune.pruners.schedule import resolve_options, stages
-from lmeval_prune.pruners.sequential import LayerReplay
+from lmeval_prune.pruners.sequential import LayerwisePruning, Removal
 from lmeval_prune.pruners.slimgpt import SlimGpt, WandaSp, eliminated
 from lmeval_prune.pruners.taylor import LlmPruner, gradients, projections_of, structure_sums
 from lmeval_prune.surgery.cut import cut
@@ -233,7 +233,8 @@ def test_taylor_scores_are_finite_differences(family: str) -> None:
     parts = parts_of(model_map)
     first, _ = gradients(model_map, text, projections_of(parts))
     terms = {module: weight_of(module) * value for module, value in first.items()}
-    sums = structure_sums(parts, terms.__getitem__, size=lambda x: x)
+    more, less = (structure_sums(parts, lambda m, by=by: (by * terms[m]).clamp(min=0)) for by in (1, -1))
+    sums = {key: more[key] - less[key] for key in more}
     layer, block = model_map.attention[1], model_map.feed_forward[0]
     share = layer.heads // layer.kv_heads
 
@@ -313,8 +314,8 @@ def test_slimgpt_kept_weights_are_one_least_squares_solve(units: str, error: str
     assert len({*chosen}) == 2
     updated, inverse, errors = weight.clone(), torch.linalg.inv(second), []
     for unit in chosen:
-        updated, inverse, cost = eliminated(updated, inverse, list(members[unit]))
-        errors.append(cost)
+        errors += SlimGpt()._errors(updated, inverse, [members[unit]]).tolist()
+        updated, inverse = eliminated(updated, inverse, list(members[unit]))
     gone = [column for unit in chosen for column in members[unit]]
     kept = [column for column in range(12) if column not in gone]
     solved = torch.linalg.lstsq(x[:, kept], x @ weight.T).solution.T
@@ -445,10 +446,7 @@ def compared(scores: Any, removed: Any = None) -> Any:
 
 
 def counts_of(pools: list[UnitPool], ratio: float, allocation: str, log_start: float = 0.3125) -> list[int]:
-    return allocate(
-        pools,
-        Budget(("heads", "channels"), ratio, allocation, PruneOptions(allocation=allocation, log_start=log_start)),
-    )
+    return allocate(pools, PruneOptions(log_start=log_start), ratio, allocation)
 
 
 def test_standardised_scores_have_mean_0_and_deviation_1() -> None:
@@ -544,7 +542,7 @@ def test_an_emptied_layer_counts_as_whole_in_later_steps(unit: str) -> None:
     model_map = map_model(tiny("llama", num_hidden_layers=4))
     empty = {"heads.L1": {0, 1, 2, 3}}
     scores = {f"heads.{layer.label}": torch.arange(4.0) for layer in model_map.attention}
-    pools = unit_pools(model_map, Budget(("heads",), 0.6, "global", PruneOptions(0.6, unit=unit)), scores, empty)
+    pools = unit_pools(model_map, PruneOptions(0.6, unit=unit), ["heads"], scores, empty)
     assert [pool.size for pool in pools] == [2, 2, 2, 2]
     options = PruneOptions(0.5, budget="parameters", unit=unit, steps=3, parts="heads", allow_empty_layer=True)
     *_, plan = stages(make_pruner("random", {"seed": 3}), model_map, options)
@@ -638,13 +636,13 @@ def test_a_layer_reads_what_it_reads_in_the_whole_model(family: str) -> None:
     )
     model_map = map_model(model)
     dense, expected = output(model, tokens()), inputs_of(model_map, text)
-    replay = LayerReplay(model_map, text)
+    pruning = LayerwisePruning(model_map, text, lambda *_: set())
     for number, layer in enumerate(model_map.attention):
         moments = Moments(32 if layer.o_proj is None else expected[f"{layer.label}.o_proj"].shape[-1], products=True)
-        replay.run_layer(number, {layer.o_proj: moments})
+        pruning.run_layer(number, Removal(), {layer.o_proj: moments})
         x = expected[f"{layer.label}.o_proj"]
         torch.testing.assert_close(moments.second, x.T @ x / len(x), rtol=1e-9, atol=1e-12)
-        replay.run_layer(number, {}, keep_output=True)
+        pruning.run_layer(number, Removal(), {}, keep_output=True)
     assert torch.equal(output(model, tokens()), dense)
     assert not any("forward" in vars(module) for module in model.modules())
 
@@ -744,7 +742,7 @@ def test_units_are_groups_where_they_can_be_cut() -> None:
     ):
         options = resolve_options(PruneOptions(0.2, budget=budget), RandomScores(), map_model(tiny(family)))
         assert options.unit == unit
-    pools = unit_pools(map_model(tiny("llama")), Budget(("heads",), 0.2, "global", PruneOptions(0.2, unit="balanced")))
+    pools = unit_pools(map_model(tiny("llama")), PruneOptions(0.2, unit="balanced"), ["heads"])
     assert [(pool.cost, pool.size) for pool in pools] == [(2 * 2 * 8 * 32, 2)] * 2
 
 

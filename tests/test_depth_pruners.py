@@ -15,7 +15,7 @@ from torch import nn
 
 from lmeval_prune import InputError, Plan, load_pretrained, map_model
 from lmeval_prune.architectures import ModelMap
-from lmeval_prune.pruners.allocation import Budget, unit_pools
+from lmeval_prune.pruners.allocation import unit_pools
 from lmeval_prune.pruners.base import make_pruner
 from lmeval_prune.pruners.baselines import RandomScores
 from lmeval_prune.pruners.calibration import CalibrationText
@@ -259,12 +259,12 @@ def test_the_last_attention_stays(family: str, parts: Any) -> None:
         list(stages(pruner, model_map, resolved))
     holders = depth_parts_of(model_map, [parts])
     scores = {part.key: torch.tensor([float(n)]) for n, part in enumerate(holders)}
-    pools = unit_pools(model_map, Budget((parts,), 0.99, "global", resolved), scores)
+    pools = unit_pools(model_map, resolved, [parts], scores)
     staying = [pool.key for pool in pools if not pool.limit(True)]
     stacks: dict[str, str] = {part.sublayers[0].stack: part.key for part in holders}
     assert staying == [*stacks.values()]
     spared = replace(resolved, skip_first=1)
-    assert all(pool.limit(True) for pool in unit_pools(model_map, Budget((parts,), 0.99, "global", spared), scores))
+    assert all(pool.limit(True) for pool in unit_pools(model_map, spared, [parts], scores))
 
 
 # --------------------------------------------------------------------------- measured costs

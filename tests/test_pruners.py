@@ -15,7 +15,7 @@ from transformers.pytorch_utils import Conv1D
 
 from lmeval_prune import InputError, Plan, map_model
 from lmeval_prune.architectures import AttentionLayer, ModelMap
-from lmeval_prune.pruners.allocation import Budget, allocate, removed_by, share_of, unit_pools
+from lmeval_prune.pruners.allocation import allocate, removed_by, share_of, unit_pools
 from lmeval_prune.pruners.attention_statistics import attention_statistic
 from lmeval_prune.pruners.base import PRUNERS, Pruner, Scores, make_pruner
 from lmeval_prune.pruners.baselines import RandomScores
@@ -56,9 +56,9 @@ def select(
 ) -> Labelled:
     """Return the heads or channels of each layer that a budget of heads or channels removes."""
     share = {"ratio" if kind == "heads" else "ffn_ratio": ratio}
-    budget = Budget((kind,), ratio, allocation, by_heads(**share, **settings))
-    pools = unit_pools(model_map, budget, {f"{kind}.{label}": values for label, values in scores.items()})
-    removed = removed_by(pools, allocate(pools, budget), {})
+    options = by_heads(**share, **settings)
+    pools = unit_pools(model_map, options, [kind], {f"{kind}.{label}": values for label, values in scores.items()})
+    removed = removed_by(pools, allocate(pools, options, ratio, allocation), {})
     return {key.partition(".")[2]: members for key, members in removed.items()}
 
 

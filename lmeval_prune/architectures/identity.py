@@ -192,7 +192,6 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor, bool]]:
 
 
 def _chunks(tensor: Tensor) -> Iterator[Tensor]:
-    """Yield slices of a tensor's local values, so that temporary copies stay small."""
     local = (tensor.to_local() if hasattr(tensor, "to_local") else tensor).detach().reshape(-1)
     yield from local.split(_CHUNK)
 

@@ -76,7 +76,6 @@ class ModelMap:
 
     @cached_property
     def why_no_depth(self) -> str:
-        """Why blocks and layers cannot be left out of this model; empty if they can."""
         is_known = self.model_type in FAMILIES
         return "" if is_known else refute_depth(self.model, self.attention[0].family, recognise(self.model).depth)
 
@@ -93,13 +92,11 @@ class ModelMap:
 
     @property
     def predicts_next_token(self) -> bool:
-        """True if the model is a causal language model with an output head."""
         has_head = getattr(self.model, "get_output_embeddings", lambda: None)() is not None
         return self.is_causal and has_head and bool(getattr(self.model, "can_generate", bool)())
 
     @property
     def total_heads(self) -> int:
-        """Number of query heads in the whole model."""
         return sum(layer.heads for layer in self.attention)
 
     def signature(self) -> dict[str, Any]:
@@ -172,7 +169,6 @@ def position_limit(model: Any) -> int | None:
 
 
 def takes_logits_to_keep(model: Any) -> bool:
-    """Return whether a model can leave out the logits of tokens, by its argument `logits_to_keep`."""
     return "logits_to_keep" in inspect.signature(model.forward).parameters
 
 

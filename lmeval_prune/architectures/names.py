@@ -32,7 +32,6 @@ class Head(NamedTuple):
 
     @property
     def layer_label(self) -> str:
-        """`"L5"`, or `"encoder.L5"` in a model with several stacks."""
         return label_of(self.stack, self.layer)
 
     @classmethod

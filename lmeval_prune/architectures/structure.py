@@ -87,7 +87,6 @@ class Fit:
         return min(max(2, *(index + 1 for index in first)), _MAX_DEPTH)
 
     def summary(self) -> str:
-        """Return what is known of the model's heads and channels."""
         limits = [f"heads are masked, not cut ({self.family.uncuttable})"] if self.family.uncuttable else []
         limits += [] if self.feed_forward else ["no channels"]
         return f"built like {self.entry}, proven in float64{''.join(f'; {limit}' for limit in limits)}"

@@ -31,7 +31,6 @@ class EmbeddedModel:
 
     @property
     def distribution(self) -> str:
-        """Name of the package on PyPI."""
         return self.requirement.partition("==")[0]
 
 
@@ -58,7 +57,6 @@ MODELS = {
 
 
 def find(name: str) -> EmbeddedModel:
-    """Return the embedded model of a name; raise `InputError` for an unknown name."""
     if name not in MODELS:
         raise InputError(f"no embedded model {name}; there are {', '.join(MODELS)}")
     return MODELS[name]

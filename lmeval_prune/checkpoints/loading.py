@@ -112,7 +112,6 @@ def _language_classes(config: Any) -> list[Any]:
 
 
 def language_auto_class(config: Any) -> Any:
-    """Return the auto class with which lm-eval loads a language model."""
     return AutoModelForSeq2SeqLM if auto_model_class("AutoModelForSeq2SeqLM", config) else AutoModelForCausalLM
 
 
@@ -130,12 +129,10 @@ def task_classes(model_class: type, config: Any) -> list[str]:
 
 @cache
 def pruned_class(stock: type) -> Any:
-    """Return the `Pruned` variant of a transformers class."""
     return type(f"{PREFIX}{stock.__name__}", (modeling_pruned.Pruned, stock), {"__module__": __name__})
 
 
 def stock_class(model: Any) -> type:
-    """Return the transformers class of a model, also of a `Pruned` one."""
     classes = type(model).__mro__
     return next((kind for kind in classes if kind.__module__.startswith("transformers.")), classes[0])
 
@@ -190,7 +187,6 @@ class CheckedLoader:
     model_class: Any
 
     def from_pretrained(self, *inputs: Any, **options: Any) -> Any:
-        """Load a model; see `load_weights`."""
         return load_weights(self.model_class, *inputs, **options)
 
 
@@ -298,7 +294,6 @@ def check_language_model(config: Any, language_model: Any) -> None:
 
 
 def skeleton_of(pretrained: str, revision: str | None = None) -> Any:
-    """Build the model of a name or folder on the meta device."""
     return skeleton(read_config(pretrained, revision))
 
 
@@ -309,7 +304,6 @@ def with_weights(model: Any, pretrained: str, revision: str | None = None) -> An
 
 
 def is_quantised(model: Any) -> bool:
-    """Return whether a model's weights are quantised; the model may have no weights yet."""
     return bool(getattr(model, "is_quantized", False) or getattr(model.config, "quantization_config", None))
 
 

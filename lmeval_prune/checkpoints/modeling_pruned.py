@@ -52,7 +52,6 @@ class Absent(nn.Module):
         self.is_tuple = is_tuple
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
-        """Return the outputs."""
         values = tuple(None if source is None else self._value(source, inputs, named) for source in self.outputs)
         return values if self.is_tuple else values[0]
 

@@ -31,7 +31,7 @@ from lmeval_prune.distillation.options import FIRST, PREVIOUS, DistillOptions
 from lmeval_prune.distillation.trainer import DistillTrainer, check_arguments
 from lmeval_prune.errors import InputError
 from lmeval_prune.interventions.plan import Plan
-from lmeval_prune.pruners.allocation import Budget, share_of, unit_pools
+from lmeval_prune.pruners.allocation import share_of, unit_pools
 from lmeval_prune.pruners.base import Pruner, make_pruner
 from lmeval_prune.pruners.options import PruneOptions
 from lmeval_prune.pruners.parts import HEADS
@@ -297,8 +297,8 @@ def stage_pruning(
 ) -> PruneOptions:
     """Return the options of one stage, which removes from its model what `shares` of the unpruned model leave to do."""
     if within.budget != "heads":
-        budget = Budget(within.kinds, within.ratio, allocation, within)
-        before, left = (sum(pool.total for pool in unit_pools(each, budget)) for each in (unpruned, model_map))
+        pools = (unit_pools(each, within, within.kinds) for each in (unpruned, model_map))
+        before, left = (sum(pool.total for pool in each) for each in pools)
         due = shares[0] * before - (before - left)
         return replace(within, ratio=max(0.0, due) / left if left else 0.0)
     ratios = []

@@ -172,7 +172,6 @@ def gguf_layers(model_map: ModelMap) -> list[GGUFLayer]:
 
 
 def rope_of(config: Any) -> dict[str, Any]:
-    """Return the rope parameters of a configuration."""
     return {"rope_type": "default", "rope_theta": 10000.0, **(getattr(config, "rope_parameters", None) or {})}
 
 
@@ -276,7 +275,6 @@ def add_tensor(writer: GGUFWriter, name: str, tensor: Tensor, dtype: torch.dtype
 
 
 def write_gguf(writer: GGUFWriter) -> None:
-    """Write what was added."""
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -38,7 +38,6 @@ def adapter_name(heads: Sequence[str]) -> str:
 
 
 def read_adapter(folder: str | os.PathLike[str]) -> dict[str, Any]:
-    """Read the manifest of an adapter."""
     return read_artefact(Path(folder) / MANIFEST, SCHEMA, VERSION, Adapter)[0]
 
 

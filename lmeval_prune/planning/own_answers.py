@@ -88,7 +88,6 @@ class Answerer:
 
     @property
     def length(self) -> int:
-        """Largest number of tokens of an answer."""
         return generation.answer_limit(self.settings)
 
     def check_room(self, name: str, positions: int | None) -> None:
@@ -243,5 +242,4 @@ def check_generative(task: Any) -> None:
 
 
 def responses_folder(responses: str | None, output: Path) -> Path:
-    """Return the folder of the answer store: the one that is named, or `NAME.responses` beside the output."""
     return Path(responses) if responses else output.with_name(f"{output.name.removesuffix('.json')}.responses")

@@ -84,7 +84,6 @@ class Pruner(Settings, ABC):
             raise InputError(f"{pruner_name(self)} needs the next-token distributions of a causal language model")
 
     def require_text(self, text: CalibrationText | None) -> CalibrationText:
-        """Return the calibration text, or raise `InputError` if it is None."""
         if text is None:
             raise InputError(f"{pruner_name(self)} needs a calibration text; give --task NAME or --text FILE")
         return text
@@ -121,5 +120,4 @@ def make_pruner(name: str, options: Mapping[str, Any]) -> Pruner:
 
 
 def pruner_name(pruner: Pruner) -> str:
-    """Return the method name of a pruner."""
     return PRUNERS.name_of(type(pruner), type(pruner).__name__)

@@ -57,7 +57,6 @@ class CalibrationText:
         real: Tensor | None = None,
         tokenisation: Mapping[str, Any] | None = None,
     ) -> CalibrationText:
-        """Split windows of token ids, (windows, tokens), into batches."""
         real = torch.ones_like(windows) if real is None else real
         return cls(name, tuple(zip(windows.split(batch), real.split(batch), strict=True)), tokenisation or {})
 
@@ -96,7 +95,6 @@ class CalibrationText:
 
     @property
     def tokens(self) -> int:
-        """Number of tokens that are measured."""
         return int(sum(batch.counted.sum() for batch in self))
 
     def record(self) -> dict[str, Any]:

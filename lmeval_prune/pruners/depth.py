@@ -35,7 +35,6 @@ class BlockInfluence(Pruner):
     def scores(
         self, model_map: ModelMap, text: CalibrationText | None, parts: list[DepthPart], removed: Removed
     ) -> Scores:
-        """Average the similarities over the text; see `Pruner.scores`."""
         totals = dict.fromkeys([part.key for part in parts], 0.0)
         outputs: dict[str, list[nn.Module]] = {}  # of the blocks of each layer, in order
         left_out: set[nn.Module] = set()  # outputs of blocks that are left out at the moment
@@ -104,7 +103,7 @@ class BlockKl(Pruner):
     def scores(
         self, model_map: ModelMap, text: CalibrationText | None, parts: list[DepthPart], removed: Removed
     ) -> Scores:
-        """Average the divergence over the text; see `Pruner.scores`.
+        """Average the divergence over the text.
 
         A pass without a part starts at its layer, from the stored outputs of the layers before it. Stored are those of
         one batch: layers · tokens of the batch · width numbers. Beside them stand three tensors of counted tokens ·
@@ -138,11 +137,9 @@ class BlockKl(Pruner):
 
 @contextmanager
 def _gathering_tokens(head: nn.Module | None, tokens: Tensor) -> Iterator[None]:
-    """Gather some tokens before the output head inside the block: the model's logits are (1, tokens, vocabulary).
+    """Gather some tokens, of a mask (rows, columns), before the output head: logits are (1, tokens, vocabulary).
 
-    Args:
-        head: the output head; None for a model that computes logits without a module.
-        tokens: mask of these tokens, (rows, columns).
+    A model that computes logits without a module has no head.
     """
 
     def select(_: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -156,11 +153,9 @@ def _gathering_tokens(head: nn.Module | None, tokens: Tensor) -> Iterator[None]:
 
 
 def _log_probabilities(logits: Tensor, tokens: Tensor) -> Tensor:
-    """Return the log probabilities of the next token after each counted token, (counted tokens, vocabulary).
+    """Return the log probabilities of the next token after each token of the mask, (counted tokens, vocabulary).
 
-    Args:
-        logits: of the counted tokens, in a single row; of all, if the model computes logits without a module.
-        tokens: mask of the counted tokens, (rows, columns).
+    The logits are those of these tokens, in a single row; of all tokens, if the model has no head.
     """
     logits = logits[tokens.to(logits.device)] if logits.shape[:2] == tokens.shape else logits[0]
     return logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)

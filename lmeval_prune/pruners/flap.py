@@ -34,11 +34,10 @@ class Flap(Pruner):
 
     @property
     def allocation(self) -> str:  # type: ignore[override]
-        """Default allocation: the paper's, or that of the reference code."""
         return "flap_reference" if self.reference else "standardised"
 
     def scores(self, model_map: ModelMap, text: CalibrationText | None, parts: list[Part], removed: Removed) -> Scores:
-        """Score channels and columns of heads, and return the input means for the biases; see `Pruner.scores`."""
+        """Score channels and columns of heads, and return the input means for the biases."""
         moments_class = ReferenceFluctuation if self.reference else Moments
         moments, values = input_moments(model_map, self.require_text(text), parts, moments_class), {}
         for part in parts:

@@ -59,7 +59,6 @@ class Moments:
 
     @property
     def variance(self) -> Tensor:
-        """Variance of each column over tokens."""
         return self.deviations / max(1, self.count)
 
     @property
@@ -69,7 +68,6 @@ class Moments:
 
     @property
     def mean_square(self) -> Tensor:
-        """Mean square of each column."""
         return self.variance + self.mean.square()
 
     @property
@@ -90,20 +88,17 @@ class ReferenceFluctuation(Moments):
     distances: Tensor | float = 0.0
 
     def add(self, x: Tensor) -> None:
-        """Add the tokens of one window."""
         super().add(x)
         distances = (x.detach().double().cpu() - self.mean).square().sum(0)
         self.distances = self.distances + self.windows / (self.windows + 1) * distances
         self.windows += 1
 
     def add_batch(self, x: Tensor, counted: Tensor) -> None:
-        """Add a batch window by window."""
         for window, mask in zip(x.reshape(*counted.shape, -1), counted.bool(), strict=True):
             self.add(window[mask])
 
     @property
     def fluctuation(self) -> Tensor:
-        """Fluctuation of each column by the class's equation."""
         return self.mean.new_tensor(0.0) + self.distances / max(1, self.windows - 1)
 
 

@@ -41,11 +41,10 @@ class NormEntropy(Pruner):
 
     @property
     def reads_text(self) -> bool:  # type: ignore[override]
-        """True unless α = 1 leaves the entropy out."""
         return self.alpha < 1
 
     def scores(self, model_map: ModelMap, text: CalibrationText | None, parts: list[Part], removed: Removed) -> Scores:
-        """Compute eq. 4; see `Pruner.scores`."""
+        """Compute eq. 4."""
         norms = weight_norms(parts)
         if self.alpha == 1:
             return Scores(norms)
@@ -75,7 +74,6 @@ class GlobalThreshold(Pruner):
     parts: ClassVar[str] = "heads"
 
     def scores(self, model_map: ModelMap, text: CalibrationText | None, parts: list[Part], removed: Removed) -> Scores:
-        """Compute eq. 1; see `Pruner.scores`."""
         return Scores(weight_norms(parts))
 
 
@@ -92,7 +90,6 @@ class Confidence(Pruner):
     parts: ClassVar[str] = "heads"
 
     def scores(self, model_map: ModelMap, text: CalibrationText | None, parts: list[Part], removed: Removed) -> Scores:
-        """Average the largest attention weights; see `Pruner.scores`."""
         return Scores(attention_statistic(model_map, self.require_text(text), confidences))
 
 

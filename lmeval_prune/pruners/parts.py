@@ -66,7 +66,6 @@ class Part:
         return [tuple(range(start, start + count)) for start in range(0, self.size, count)]
 
     def columns(self, members: Iterable[int]) -> list[int]:
-        """Return the input columns of the projection that belong to some heads or channels."""
         return columns_of(self.block, members)
 
     def cost(self, unit: str) -> int:
@@ -104,12 +103,10 @@ class DepthPart:
 
     @property
     def key(self) -> str:
-        """Key of its score, e.g. `layers.L0`."""
         return f"{self.kind}.{self.label}"
 
     @property
     def block(self) -> str:
-        """Name in a plan, `L0` or `L0.attention`."""
         return self.label if self.kind == LAYERS else f"{self.label}.{self.kind}"
 
     def cost(self, unit: str) -> int:

@@ -40,7 +40,7 @@ class LlmPruner(Pruner):
     importance: Literal["first", "second", "mix", "vectorize"] = "first"
 
     def scores(self, model_map: ModelMap, text: CalibrationText | None, parts: list[Part], removed: Removed) -> Scores:
-        """Compute gradients over the text and sum the terms of each head and channel; see `Pruner.scores`."""
+        """Compute gradients over the text and sum the terms of each head and channel."""
         squared = self.importance in ("second", "mix")
         first, second = gradients(model_map, self.require_text(text), projections_of(parts), squared)
 
@@ -70,22 +70,18 @@ class Gisp(LlmPruner):
     normalize: Literal["size", "released", "none"] = "size"
 
     def scores(self, model_map: ModelMap, text: CalibrationText | None, parts: list[Part], removed: Removed) -> Scores:
-        """Divide the sums of `LlmPruner`; see `Pruner.scores`."""
-        sums, divisors = super().scores(model_map, text, parts, removed).values, self.divisors(parts)
-        return Scores({part.key: sums[part.key] / divisors[part.key] for part in parts})
-
-    def divisors(self, parts: Sequence[Part]) -> dict[str, Any]:
-        """Return the divisors of each part's sums, by part key."""
+        sums = super().scores(model_map, text, parts, removed).values
+        divisors: dict[str, Any] = dict.fromkeys(sums, 1.0)
         if self.normalize == "size":
-            return structure_sums(parts, lambda module: torch.ones(weight_of(module).shape, dtype=torch.float64))
-        if self.normalize == "none":
-            return dict.fromkeys([part.key for part in parts], 1.0)
-        return {
-            part.key: float((len(part.block.parts) + 1) * part.size)
-            if isinstance(part.block, FeedForward)
-            else 4.0 * (in_features(part.projection) // part.size) * out_features(part.projection)
-            for part in parts
-        }
+            divisors = structure_sums(parts, lambda module: torch.ones(weight_of(module).shape, dtype=torch.float64))
+        elif self.normalize == "released":
+            for part in parts:
+                if isinstance(part.block, FeedForward):
+                    divisors[part.key] = float((len(part.block.parts) + 1) * part.size)
+                else:
+                    width = in_features(part.projection) // part.size
+                    divisors[part.key] = 4.0 * width * out_features(part.projection)
+        return Scores({key: total / divisors[key] for key, total in sums.items()})
 
 
 def projections_of(parts: Sequence[Part]) -> list[nn.Module]:
@@ -99,19 +95,16 @@ def projections_of(parts: Sequence[Part]) -> list[nn.Module]:
 
 
 def structure_sums(
-    parts: Sequence[Part],
-    terms: Callable[[nn.Module], Tensor],
-    by_line: bool = False,
-    size: Callable[[Tensor], Tensor] = torch.abs,
+    parts: Sequence[Part], terms: Callable[[nn.Module], Tensor], by_line: bool = False
 ) -> dict[str, Tensor]:
-    """Sum `size` of the terms of all weights of each head and channel, by part key.
+    """Sum the absolute terms of all weights of each head and channel, by part key.
 
-    `terms` returns the terms of a projection, (outputs, inputs); `by_line` sums rows and columns before `size`.
+    `terms` returns the terms of a projection, (outputs, inputs); `by_line` sums rows and columns first.
     """
 
     def summed(module: nn.Module, axis: int) -> Tensor:
         weights = terms(module)
-        return size(weights.sum(axis)) if by_line else size(weights).sum(axis)
+        return weights.sum(axis).abs() if by_line else weights.abs().sum(axis)
 
     def row_sum(lines: Gradients, rows: Rows) -> Tensor:
         return lines[rows.module][rows.start : rows.stop].sum()
@@ -138,8 +131,7 @@ def gradients(
 ) -> tuple[Gradients, Gradients]:
     """Compute gradients of a text's mean loss on the tokens that count, by projection, in float32 or better.
 
-    With `squared`, the second result is the mean over windows of the squared gradient, else it is empty. Raises
-    `InputError` if no token follows another one.
+    With `squared`, the second result is the mean over windows of the squared gradient, else it is empty.
     """
     model = model_map.model
     total = sum(int(_predicted(batch).sum()) for batch in text)

@@ -91,7 +91,6 @@ def cut(model: Any, plan: Plan | HeadMask, keep_shapes: bool = False, revision: 
 
 
 def cut_to(folder: str | os.PathLike[str], model: Any, plan: Plan | HeadMask, tokenizer: Any = None) -> Cut:
-    """Cut a model and write the checkpoint."""
     smaller = cut(model, plan)
     smaller.save(folder, tokenizer)
     return smaller

@@ -51,7 +51,6 @@ class KeptHeads:
 
     @property
     def unchanged(self) -> bool:
-        """True if the layer keeps its shape."""
         return len(self.heads) == self.layer.heads
 
     def rows(self) -> dict[nn.Module, list[int]]:
@@ -157,7 +156,6 @@ class Kept:
 
 
 def is_inside(name: str, modules: Collection[str]) -> bool:
-    """Return whether a module or tensor is in one of these modules."""
     return any(name.startswith(f"{module}.") for module in modules)
 
 

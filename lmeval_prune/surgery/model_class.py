@@ -94,14 +94,12 @@ class Base:
     numbers: Mapping[str, dict[str, int]] = field(default_factory=dict)
 
     def name(self, before: str) -> str:
-        """Return the new name of a module or tensor."""
         for layer, name in self.renamed_layers.items():
             if before == layer or is_inside(before, [layer]):
                 return name + before.removeprefix(layer)
         return before
 
     def index(self, block: Block) -> int:
-        """Return the new number of the layer that holds a block."""
         for layer, name in self.renamed_layers.items():
             if block.name == layer or is_inside(block.name, [layer]):
                 return int(name.rpartition(".")[2])
@@ -253,7 +251,6 @@ def _changed_config(config: Any, changes: Mapping[str, Any]) -> Any:
 
 
 def copy_implementations(source: Any, target: Any) -> None:
-    """Copy the attention and experts implementation between configurations."""
     for name in ("_attn_implementation", "_experts_implementation"):
         if getattr(source, name, None) is not None:
             setattr(target, name, getattr(source, name))

@@ -214,7 +214,7 @@ def test_wanda_sp_sees_layers_that_are_pruned_already() -> None:
 def loss(model: Any, text: CalibrationText) -> float:
     """Mean next-token loss."""
     total, count = 0.0, 0
-    for ids, real in text.batches:
+    for ids, real, _ in text.batches:
         with torch.no_grad():
             logits = model(ids, attention_mask=real).logits.log_softmax(-1)
         for row, mask in zip(range(len(ids)), real.bool(), strict=True):
@@ -273,7 +273,7 @@ def test_taylor_scores_by_their_formulas() -> None:
     block = model_map.feed_forward[1]
     lines = [(block.gate, 0), (block.up, 0), (block.down, 1)]
     grads: list[dict[Any, torch.Tensor]] = []
-    for ids in text.batches[0][0]:
+    for ids in text.batches[0].ids:
         model.zero_grad()
         model(ids[None], labels=ids[None]).loss.backward()
         grads.append({module: module.weight.grad.clone() for module, _ in lines})
@@ -725,7 +725,7 @@ def test_scores_at_hand_are_not_mixed_with_other_settings(tiny_folder: Path, tmp
 
     flap = str(tmp_path / "flap.json")
     assert main(["importance", *model, *first, "--method", "flap", "--channels", "--output", flap]) == 0
-    about = provenance_of("--scores", flap, *second, "--ratio", "0.4", "--method", "flap", "--options", "metric=wifv")
+    about = provenance_of("--scores", flap, *second, "--ratio", "0.4")
     assert (about["calibration"]["text"], about["beside_scores"]["text"]) == ("file Ann.txt", "file Bob.txt")
     for words in (["--method", "magnitude"], ["--options", "metric=ifv"]):
         more = ["--ratio", "0.4", "--scores", flap, *words, "--output", str(tmp_path / "no.json")]

@@ -95,7 +95,7 @@ def test_greedy_answers_are_those_of_generate(tiny_folder: Path, sums: str, tmp_
     for chat in (False, True):
         own = own_text(tmp_path / "store", sums, model, tokenizer, apply_chat_template=chat)
         text = own.of(model)
-        (ids, real), *_ = text.batches
+        (ids, real, _), *_ = text.batches
         expected = []
         for question in own.questions:
             prompt = f"Asked: What is {question.document['n']} + {question.document['n']}?"
@@ -205,8 +205,8 @@ def test_choices_in_the_text_of_a_document(tiny_folder: Path, tmp_path: Path) ->
     rows = [json.loads(line) for line in (tmp_path / "task" / "rows.jsonl").read_text().splitlines()]
     (tmp_path / "task" / "rows.jsonl").write_text("\n".join(json.dumps({"n": row["n"], "answer": "1"}) for row in rows))
     for chat in (False, True):
-        text = read_calibration(tokenizer, None, name, 2, 60, apply_chat_template=chat)
-        written = "".join(tokenizer.decode(ids[real.bool()]) for ids, real in text.batches)
+        text = read_calibration(tokenizer, TextOptions(task=name, windows=2, tokens=60, apply_chat_template=chat))
+        written = "".join(tokenizer.decode(ids[real.bool()]) for ids, real, _ in text.batches)
         pattern = r"u: (Odd \d*[13579]|Even \d*[02468])\na: is its kind" if chat else r"(Odd|Even) \d+ is its kind\n"
         assert len(re.findall(pattern, written)) >= 2, written
 
@@ -236,7 +236,7 @@ def test_only_tokens_of_answers_count_if_asked_for(tiny_folder: Path, sums: str,
     every = own_text(tmp_path / "store", sums, model, tokenizer).of(model)
     own = own_text(tmp_path / "store", sums, model, tokenizer, prompts_count=False)
     answers = own.of(model)
-    for whole, part in zip(every, answers, strict=True):
+    for whole, part in zip(every.batches, answers.batches, strict=True):
         assert torch.equal(whole.ids, part.ids) and torch.equal(whole.real, part.real)
         assert torch.equal(whole.counted, whole.real)
         prompts = [tokenizer.encode(question.prompt) for question in own.questions]

@@ -19,7 +19,7 @@ from lmeval_prune.pruners.allocation import allocate, removed_by, share_of, unit
 from lmeval_prune.pruners.attention_statistics import attention_statistic
 from lmeval_prune.pruners.base import PRUNERS, Pruner, Scores, make_pruner
 from lmeval_prune.pruners.baselines import RandomScores
-from lmeval_prune.pruners.calibration import CalibrationText, check_length
+from lmeval_prune.pruners.calibration import Batch, CalibrationText, check_length
 from lmeval_prune.pruners.norm_entropy import GlobalThreshold, NormEntropy, confidences
 from lmeval_prune.pruners.options import PruneOptions
 from lmeval_prune.pruners.parts import KINDS, Part, parts_of
@@ -101,7 +101,7 @@ def literal(model: Any, text: CalibrationText, measure: str) -> dict[str, torch.
     layers = map_model(model).attention
     sums = {layer.label: torch.zeros(layer.heads, dtype=torch.float64) for layer in layers}
     counts = dict.fromkeys(sums, 0)
-    for ids, real in text.batches:
+    for ids, real, _ in text.batches:
         for layer, weights in zip(layers, eager_attentions(model, ids, real), strict=True):
             for row in range(len(ids)):
                 places = [position for position in range(ids.shape[1]) if real[row, position]]
@@ -156,8 +156,10 @@ def test_entropies_and_confidences_are_those_of_eager_attention(family: str) -> 
 def test_padding_on_the_left_does_not_count_either(family: str) -> None:
     """Each text by itself, without padding (the eager implementation gives NaN for such rows in float64)."""
     model, padded = map_model(tiny(family)), text_of("left")
-    rows = [(ids[r : r + 1, m.bool()], m[m.bool()][None]) for ids, real in padded.batches for r, m in enumerate(real)]
-    alone = CalibrationText("alone", tuple(rows))
+    rows = [
+        (ids[r : r + 1, m.bool()], m[m.bool()][None]) for ids, real, _ in padded.batches for r, m in enumerate(real)
+    ]
+    alone = CalibrationText("alone", tuple(Batch(ids, real, real) for ids, real in rows))
     for measure in (NormEntropy()._entropies, NormEntropy(entropy="raw")._entropies, confidences):
         expected = attention_statistic(model, alone, measure)
         for label, value in attention_statistic(model, padded, measure).items():
@@ -175,7 +177,7 @@ def test_keys_of_no_weight_at_all_are_seen_all_the_same(family: str, dtype: torc
             rows = layer.rows("q", head)
             rows.module.weight.data[rows.start : rows.stop] *= 1000
     model = model.to(dtype)
-    matrices = eager_attentions(model, *text.batches[0])
+    matrices = eager_attentions(model, *text.batches[0][:2])
     assert sum(int((value == 0).sum()) for value in matrices) > sum(value.numel() for value in matrices) * 0.6
     for measure, pruner in (("raw", NormEntropy(entropy="raw")), ("normalized", NormEntropy())):
         expected = literal(model, text, measure)
@@ -195,7 +197,7 @@ def test_entropies_do_not_depend_on_the_block_nor_on_the_batch(monkeypatch: pyte
     whole = head_scores(NormEntropy(0), map_model(model), text_of())
     monkeypatch.setattr("lmeval_prune.pruners.attention_statistics.BLOCK", 80)  # a query at a time
     single = CalibrationText(
-        "t", tuple((i[r : r + 1], m[r : r + 1]) for i, m in text_of().batches for r in range(len(i)))
+        "t", tuple(Batch(*(x[r : r + 1] for x in b)) for b in text_of().batches for r in range(len(b.ids)))
     )
     for text in (text_of(), single):
         for label, value in head_scores(NormEntropy(0), map_model(model), text).items():
@@ -266,11 +268,11 @@ def test_channels_have_a_norm_and_the_entropy_of_their_activation() -> None:
     block = model_map.feed_forward[0]
     recorded: list[torch.Tensor] = []
     handle = block.down.register_forward_pre_hook(lambda _, args: recorded.append(args[0]))
-    for ids, real in text.batches:
+    for ids, real, _ in text.batches:
         with torch.no_grad():
             model(ids, attention_mask=real)
     handle.remove()
-    real = torch.cat([mask.flatten() for _, mask in text.batches]).bool()
+    real = torch.cat([mask.flatten() for _, mask, _ in text.batches]).bool()
     sizes = torch.cat([value.flatten(0, 1) for value in recorded])[real].abs()
     p = sizes / sizes.sum(0)
     expected = -(p * p.log()).sum(0) / math.log(len(sizes))
@@ -449,7 +451,7 @@ def test_every_method_scores_blocks_that_read_tokens_without_rows(name: str) -> 
     model_map, text = map_model(tiny("opt")), text_of()
     pruner = make_pruner(name, {})
     parts = parts_of(model_map, [kind for kind in KINDS if kind in pruner.kinds])
-    ids, real = (torch.cat(tensors) for tensors in zip(*text.batches, strict=True))
+    ids, real, _ = (torch.cat(tensors) for tensors in zip(*text.batches, strict=True))
     others = CalibrationText.from_windows("test", torch.where(real.bool(), ids, ids + 1), 2, real)
     first, second = (pruner.scores(model_map, calibration, parts, {}).values for calibration in (text, others))
     for part in parts:

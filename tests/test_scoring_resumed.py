@@ -53,7 +53,7 @@ def test_sums_of_other_work_are_not_taken(change: str, tmp_path: Path) -> None:
     if change == "text":
         text = text_of(rows=6)
     elif change == "batch":
-        ids, real = (torch.cat(tensors) for tensors in zip(*text.batches, strict=True))
+        ids, real, _ = (torch.cat(tensors) for tensors in zip(*text.batches, strict=True))
         text = CalibrationText.from_windows("test", ids, 1, real)
     elif change == "weights":
         with torch.no_grad():

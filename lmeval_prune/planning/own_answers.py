@@ -167,9 +167,7 @@ def text_source(
         own = OwnText(skeleton, tokenizer, options, responses)
         return lambda model: (own.of(model), own.renewed(model))
     check_length(skeleton, options.window)
-    reading = (options.windows, options.window, options.batch, options.seed)
-    tokenisation = (options.apply_chat_template, options.add_bos_token)
-    text = read_calibration(tokenizer, options.text, options.task, *reading, *tokenisation)
+    text = read_calibration(tokenizer, options)
     return lambda model: (text, None)
 
 

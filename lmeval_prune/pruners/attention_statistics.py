@@ -125,7 +125,7 @@ def _read_output_attentions(
     device = input_device(model)
     base = getattr(model, "get_base_model", lambda: model)().base_model  # without PEFT and the output head
     with eager_attention(model), torch.no_grad(), stop_forward_at(base, after=True):  # only eager returns weights
-        for ids, real, counted in ((tensor.to(device) for tensor in batch) for batch in text):
+        for ids, real, counted in ((tensor.to(device) for tensor in batch) for batch in text.batches):
             try:
                 layers = model(ids, attention_mask=real, output_attentions=True).attentions
             except StopForward as stop:

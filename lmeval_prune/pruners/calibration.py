@@ -23,6 +23,7 @@ from tqdm import tqdm
 from lmeval_prune.architectures import input_device, position_limit
 from lmeval_prune.artefacts import Work, read_texts
 from lmeval_prune.errors import InputError
+from lmeval_prune.pruners.options import TextOptions
 from lmeval_prune.tasks.prompts import target_of, text_of, training_documents
 
 logger = logging.getLogger(__name__)
@@ -42,9 +43,8 @@ class CalibrationText:
     """Batches of token ids for calibration."""
 
     name: str  # source of the text
-    batches: tuple[tuple[Tensor, Tensor], ...]  # token ids (rows, tokens); mask of real tokens, 0 for padding
+    batches: tuple[Batch, ...]
     tokenisation: Mapping[str, Any] = field(default_factory=dict)  # special tokens; whether a chat template is applied
-    counted: tuple[Tensor, ...] | None = None  # masks of the tokens that are measured, by batch; None: all real tokens
     unread: Sequence[Sequence[int]] = field(default=(), compare=False)  # windows that follow in the text
     work: Work | None = field(default=None, compare=False)  # of a scoring of many passes, which goes on after a kill
 
@@ -58,7 +58,7 @@ class CalibrationText:
         tokenisation: Mapping[str, Any] | None = None,
     ) -> CalibrationText:
         real = torch.ones_like(windows) if real is None else real
-        return cls(name, tuple(zip(windows.split(batch), real.split(batch), strict=True)), tokenisation or {})
+        return cls(name, tuple(map(Batch, *(x.split(batch) for x in (windows, real, real)))), tokenisation or {})
 
     @classmethod
     def from_answers(
@@ -75,7 +75,7 @@ class CalibrationText:
         answers are measured.
         """
         answers = sorted(answers, key=lambda pair: len(pair[0]) + len(pair[1]))
-        batches, counted = [], []
+        batches = []
         for start in range(0, len(answers), batch):
             rows = answers[start : start + batch]
             width = max(len(prompt) + len(answer) for prompt, answer in rows)
@@ -85,27 +85,22 @@ class CalibrationText:
                 ids[row, :length] = torch.tensor([*prompt, *answer])
                 real[row, :length] = 1
                 measured[row, 0 if prompts_count else len(prompt) : length] = 1
-            batches.append((ids, real))
-            counted.append(measured)
-        return cls(name, tuple(batches), tokenisation or {}, None if prompts_count else tuple(counted))
-
-    def __iter__(self) -> Iterator[Batch]:
-        masks = self.counted or tuple(real for _, real in self.batches)
-        return (Batch(ids, real, counted) for (ids, real), counted in zip(self.batches, masks, strict=True))
+            batches.append(Batch(ids, real, measured))
+        return cls(name, tuple(batches), tokenisation or {})
 
     @property
     def tokens(self) -> int:
-        return int(sum(batch.counted.sum() for batch in self))
+        return int(sum(batch.counted.sum() for batch in self.batches))
 
     def record(self) -> dict[str, Any]:
         """Return the record of this text that a plan stores."""
-        state = hashlib.sha256()
-        for batch in self:
+        state, all_count = hashlib.sha256(), all(torch.equal(batch.real, batch.counted) for batch in self.batches)
+        for batch in self.batches:
             for row, real, counted in zip(*batch, strict=True):
                 state.update(repr(row[real.bool()].tolist()).encode())
-                if self.counted is not None:
+                if not all_count:
                     state.update(repr(counted[real.bool()].tolist()).encode())
-        counts = {"windows": sum(len(ids) for ids, _ in self.batches), "tokens": self.tokens}
+        counts = {"windows": sum(len(batch.ids) for batch in self.batches), "tokens": self.tokens}
         return {"text": self.name, **counts, **self.tokenisation, "sha256": state.hexdigest()[:16]}
 
     def run(self, model: Any) -> Iterator[Batch]:
@@ -128,7 +123,7 @@ class CalibrationText:
         progress bar is shown if this takes longer than half a minute.
         """
         device = input_device(model)
-        for batch in tqdm(self, "calibration", len(self.batches), leave=False, delay=30, mininterval=5):
+        for batch in tqdm(self.batches, "calibration", leave=False, delay=30, mininterval=5):
             batch = Batch(*(tensor.to(device) for tensor in batch))
             is_padded = not bool(batch.real.all())
             inputs: dict[str, Any] = {"input_ids": batch.ids}
@@ -221,35 +216,26 @@ def special_tokens(tokenizer: Any, text: str, add_bos_token: bool | None = None)
     raise InputError("the tokenizer splits a text in another way when it adds special tokens; give add_bos_token=false")
 
 
-def read_calibration(
-    tokenizer: Any,
-    text: str | None,
-    task: str | None,
-    windows: int = 128,
-    tokens: int = 128,
-    batch: int = 8,
-    seed: int = 0,
-    apply_chat_template: bool = False,
-    add_bos_token: bool | None = None,
-) -> CalibrationText:
+def read_calibration(tokenizer: Any, options: TextOptions) -> CalibrationText:
     """Read calibration windows.
 
     The paragraphs of a text file, the texts of a .jsonl file, or a task's training problems with their answers, are
-    shuffled and concatenated. The result is cut into windows, and each gets the special tokens of a prompt. Arguments
-    as in `TextOptions`.
+    shuffled and concatenated. The result is cut into windows, and each gets the special tokens of a prompt.
     """
-    if text is None:
-        loaded, pieces = training_documents(str(task))
-        to_text: Callable[[Any], str] = partial(_written, loaded, chat=tokenizer if apply_chat_template else None)
-        name = f"training split of {task}"
-    elif apply_chat_template:
+    windows, tokens, chat = options.windows, options.window, options.apply_chat_template
+    if options.text is None:
+        loaded, pieces = training_documents(str(options.task))
+        to_text: Callable[[Any], str] = partial(_written, loaded, chat=tokenizer if chat else None)
+        name = f"training split of {options.task}"
+    elif chat:
         raise InputError("a text file has no turns; leave out --apply_chat_template, or give --task NAME")
     else:
-        texts, to_text, name = read_texts(Path(text)), str, f"file {Path(text).name}"
-        paragraphs = texts if text.endswith(".jsonl") else texts[0].split("\n\n")
+        path, to_text = Path(options.text), str
+        texts, name = read_texts(path), f"file {path.name}"
+        paragraphs = texts if path.suffix == ".jsonl" else texts[0].split("\n\n")
         pieces = [f"{paragraph.strip()}\n\n" for paragraph in paragraphs if paragraph.strip()]
-    random.Random(seed).shuffle(pieces)
-    before, after = special_tokens(tokenizer, to_text(pieces[0]), add_bos_token)
+    random.Random(options.seed).shuffle(pieces)
+    before, after = special_tokens(tokenizer, to_text(pieces[0]), options.add_bos_token)
     ids: list[int] = []
     for piece in pieces:
         ids += tokenizer.encode(to_text(piece), add_special_tokens=False)
@@ -266,8 +252,8 @@ def read_calibration(
             "the calibration text (%s) gives %d of %d windows of %d tokens", name, len(rows), windows, tokens
         )
     special = {"before": tokenizer.convert_ids_to_tokens(before), "after": tokenizer.convert_ids_to_tokens(after)}
-    tokenisation = {"special_tokens": special, "apply_chat_template": apply_chat_template}
-    calibration = CalibrationText.from_windows(name, torch.tensor(rows), batch, tokenisation=tokenisation)
+    tokenisation = {"special_tokens": special, "apply_chat_template": chat}
+    calibration = CalibrationText.from_windows(name, torch.tensor(rows), options.batch, tokenisation=tokenisation)
     return replace(calibration, unread=unread)
 
 

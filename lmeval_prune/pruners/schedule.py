@@ -172,7 +172,7 @@ def _score(
         kinds = [kind for kind, method in pruners.items() if method == pruner]
         name, tensors = "", None
         if store and text:
-            read = [text.record(), *(list(ids.shape) for ids, _ in text.batches)]
+            read = [text.record(), *(list(batch.ids.shape) for batch in text.batches)]
             members = {key: sorted(numbers) for key, numbers in removed.items() if numbers}
             name = f"{'-'.join(kinds)}-{digest([pruner.identity, read, members])}"
             tensors, text = store.tensors(name), replace(text, work=Work(store.folder / name, {}, restart=True))

@@ -134,7 +134,7 @@ def gradients(
     With `squared`, the second result is the mean over windows of the squared gradient, else it is empty.
     """
     model = model_map.model
-    total = sum(int(_predicted(batch).sum()) for batch in text)
+    total = sum(int(_predicted(batch).sum()) for batch in text.batches)
     if not total:
         raise InputError("the calibration text has no token that follows another one; give longer windows")
     first: Gradients = {}
@@ -142,9 +142,8 @@ def gradients(
         weight: Any = weight_of(module)
         first[module] = torch.zeros(weight.shape, dtype=torch.promote_types(weight.dtype, torch.float32))
     second = {module: torch.zeros_like(gradient) for module, gradient in first.items()} if squared else {}
-    rows = [Batch(*(x[n : n + 1] for x in batch)) for batch in text for n in range(len(batch.ids))]
-    pairs, masks = tuple((row.ids, row.real) for row in rows), tuple(row.counted for row in rows)
-    read = replace(text, batches=pairs, counted=masks) if squared else text
+    rows = tuple(Batch(*(x[n : n + 1] for x in batch)) for batch in text.batches for n in range(len(batch.ids)))
+    read = replace(text, batches=rows) if squared else text
     with _gradients_of(model, projections), torch.enable_grad():
         for batch, inputs in read.inputs(model):
             predicted = _predicted(batch)

@@ -20,8 +20,14 @@ from transformers import AutoConfig, AutoTokenizer
 
 from lmeval_prune import HeadMask, InputError, load_pretrained, map_model
 from lmeval_prune.architectures import identity, loadable_fingerprints, nonfinite_tensor, weights_fingerprint
-from lmeval_prune.checkpoints.loading import language_skeleton, read_config, skeleton_of, with_weights
-from lmeval_prune.checkpoints.pruned import read_manifest, save_checkpoint
+from lmeval_prune.checkpoints.loading import (
+    language_skeleton,
+    read_config,
+    read_manifest,
+    save_checkpoint,
+    skeleton_of,
+    with_weights,
+)
 from lmeval_prune.cli import main
 from lmeval_prune.comparison.tokens import logits_of
 from lmeval_prune.interventions.plan import Plan

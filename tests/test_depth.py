@@ -14,7 +14,7 @@ from transformers import AutoModel, AutoModelForCausalLM, LlamaForCausalLM
 
 from lmeval_prune import HeadMask, InputError, Plan, load_pretrained, map_model
 from lmeval_prune.architectures.names import block_names, compact_names
-from lmeval_prune.checkpoints.pruned import checkpoint_columns, read_manifest, removal_summary, removed_blocks
+from lmeval_prune.checkpoints.loading import checkpoint_columns, read_manifest, removal_summary, removed_blocks
 from lmeval_prune.decoding import Engine, Request, SamplingParams
 from lmeval_prune.interventions import combined
 from lmeval_prune.surgery.cut import cut, cut_to

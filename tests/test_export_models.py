@@ -20,7 +20,7 @@ from torch.nn.functional import scaled_dot_product_attention, silu
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedTokenizerFast
 
 from lmeval_prune import InputError, cut, map_model
-from lmeval_prune.checkpoints.pruned import read_manifest
+from lmeval_prune.checkpoints.loading import read_manifest
 from lmeval_prune.cli import main
 from lmeval_prune.export.gguf import check_tokenizer, write_gguf_model
 from lmeval_prune.interventions.plan import Plan

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoTokenizer
 
 from lmeval_prune import InputError, load_pretrained, map_model
-from lmeval_prune.checkpoints.pruned import read_manifest
+from lmeval_prune.checkpoints.loading import read_manifest
 from lmeval_prune.decoding import Engine
 from lmeval_prune.distillation.language_host import LanguageHost
 from lmeval_prune.distillation.options import DistillOptions

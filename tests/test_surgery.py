@@ -20,9 +20,8 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, LlamaFo
 from lmeval_prune import HeadMask, InputError, artefacts, map_model
 from lmeval_prune.architectures import uncuttable, units_of
 from lmeval_prune.architectures.blocks import is_transposed
-from lmeval_prune.checkpoints import pruned
-from lmeval_prune.checkpoints.loading import load_pretrained
-from lmeval_prune.checkpoints.pruned import read_manifest
+from lmeval_prune.checkpoints import loading as pruned
+from lmeval_prune.checkpoints.loading import load_pretrained, read_manifest
 from lmeval_prune.decoding import Engine, Request, SamplingParams
 from lmeval_prune.interventions.plan import Plan
 from lmeval_prune.interventions.table import method_name

@@ -75,7 +75,7 @@ def install(name: str) -> str:
 
 def packaged_file(name: str) -> Path:
     """Return the file or folder of an embedded model without importing its package, which must be installed."""
-    model = find(name)
+    model = MODELS[name]
     spec = importlib.util.find_spec(model.package)
     for folder in (spec.submodule_search_locations or []) if spec else []:
         if (Path(folder) / model.file).exists():

@@ -16,8 +16,7 @@ from typing_extensions import TypedDict
 
 from lmeval_prune.artefacts import read_artefact
 from lmeval_prune.checkpoints import embedded
-from lmeval_prune.checkpoints.loading import checkpoint_identity, configuration_digests
-from lmeval_prune.checkpoints.pruned import read_manifest
+from lmeval_prune.checkpoints.loading import checkpoint_identity, configuration_digests, read_manifest
 from lmeval_prune.comparison.tokens import Text
 from lmeval_prune.distillation.options import DistillOptions
 from lmeval_prune.errors import InputError

@@ -22,7 +22,7 @@ from lmeval_prune.architectures import ModelMap, loadable_fingerprints, map_mode
 from lmeval_prune.artefacts import ENVELOPE, Work, check_same, content_digest, output_lock, write_artefact
 from lmeval_prune.athena.checkpoint import SETTINGS
 from lmeval_prune.checkpoints import embedded
-from lmeval_prune.checkpoints.pruned import read_manifest, removed_blocks
+from lmeval_prune.checkpoints.loading import read_manifest, removed_blocks
 from lmeval_prune.comparison.distance import summarize_texts
 from lmeval_prune.comparison.tokens import logits_of, other_distances
 from lmeval_prune.distillation.host import NOTE, SCHEMA, VERSION, Host, TrainingExamples, read_note

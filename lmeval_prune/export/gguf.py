@@ -30,8 +30,14 @@ from torch import Tensor
 from lmeval_prune.architectures import ModelMap, map_model, text_config
 from lmeval_prune.architectures.blocks import is_absent, layers_in
 from lmeval_prune.artefacts import check_writable, new_file
-from lmeval_prune.checkpoints.loading import check_unquantised, skeleton_of, tokenizer_of, with_weights
-from lmeval_prune.checkpoints.pruned import is_trained, manifest_of
+from lmeval_prune.checkpoints.loading import (
+    check_unquantised,
+    is_trained,
+    manifest_of,
+    skeleton_of,
+    tokenizer_of,
+    with_weights,
+)
 from lmeval_prune.decoding.request import end_tokens
 from lmeval_prune.errors import InputError
 from lmeval_prune.interventions.plan import Plan

@@ -130,8 +130,7 @@ def prune(
         check_exists(text_options.text)
     from lmeval_prune.architectures import map_model
     from lmeval_prune.artefacts import check_writable
-    from lmeval_prune.checkpoints.loading import skeleton_of, tokenizer_of, with_weights
-    from lmeval_prune.checkpoints.pruned import check_folder
+    from lmeval_prune.checkpoints.loading import check_folder, skeleton_of, tokenizer_of, with_weights
     from lmeval_prune.comparison.tokens import logits_under, print_effect
     from lmeval_prune.interventions.plan import Plan
     from lmeval_prune.pruners.base import make_pruner

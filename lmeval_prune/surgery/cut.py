@@ -27,8 +27,16 @@ from lmeval_prune.architectures import (
 )
 from lmeval_prune.architectures.blocks import columns_of, is_transposed, layers_in
 from lmeval_prune.artefacts import check_writable
-from lmeval_prune.checkpoints.loading import check_unquantised, skeleton_of, tokenizer_of, with_weights
-from lmeval_prune.checkpoints.pruned import PLAN, check_folder, manifest_of, save_checkpoint
+from lmeval_prune.checkpoints.loading import (
+    PLAN,
+    check_folder,
+    check_unquantised,
+    manifest_of,
+    save_checkpoint,
+    skeleton_of,
+    tokenizer_of,
+    with_weights,
+)
 from lmeval_prune.errors import InputError, first_line
 from lmeval_prune.interventions.head_mask import HeadMask
 from lmeval_prune.interventions.plan import Plan, find_projection

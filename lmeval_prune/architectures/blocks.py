@@ -127,16 +127,6 @@ class Sublayer(Block):
         return f"{self.label}.{self.kind}"
 
 
-def units_of(layer: AttentionLayer) -> tuple[str, ...]:
-    """Return the units in which a layer's shape allows to remove heads.
-
-    `head` is any query head; `group`, a key-value head with its query heads; `balanced`, one head of each group.
-    """
-    if layer.kv_heads == layer.heads:
-        return ("head", "group")  # a group is one head
-    return ("head", "balanced") if layer.kv_heads == 1 else ("head", "group", "balanced")
-
-
 def is_absent(module: Any) -> bool:
     return bool(getattr(module, "is_absent", False))
 

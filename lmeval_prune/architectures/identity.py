@@ -106,14 +106,9 @@ def nonfinite_tensor(model: nn.Module) -> str | None:
         if tensor.is_meta or not is_parameter or not testable:
             continue
         if not all(chunk.sum().isfinite() or chunk.isfinite().all() for chunk in _chunks(tensor)):
-            return tensor_in_layer(name)
+            layer = re.search(r"\.(\d+)\.", name)
+            return f"{name} of layer {layer[1]}" if layer else name
     return None
-
-
-def tensor_in_layer(name: str) -> str:
-    """Return a tensor's name followed by its layer number: `model.layers.3.mlp.up_proj.weight of layer 3`."""
-    layer = re.search(r"\.(\d+)\.", name)
-    return f"{name} of layer {layer[1]}" if layer else name
 
 
 def adapters_of(model: nn.Module) -> dict[str, Any]:

@@ -10,8 +10,8 @@ import hashlib
 import logging
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -50,15 +50,11 @@ class CalibrationText:
 
     @classmethod
     def from_windows(
-        cls,
-        name: str,
-        windows: Tensor,
-        batch: int = 8,
-        real: Tensor | None = None,
-        tokenisation: Mapping[str, Any] | None = None,
+        cls, name: str, windows: Tensor, batch: int = 8, real: Tensor | None = None, **fields: Any
     ) -> CalibrationText:
+        """Split windows of token ids, (windows, tokens), into batches; `fields` are others of the text."""
         real = torch.ones_like(windows) if real is None else real
-        return cls(name, tuple(map(Batch, *(x.split(batch) for x in (windows, real, real)))), tokenisation or {})
+        return cls(name, tuple(map(Batch, *(x.split(batch) for x in (windows, real, real)))), **fields)
 
     @classmethod
     def from_answers(
@@ -71,10 +67,9 @@ class CalibrationText:
     ) -> CalibrationText:
         """Make a text of prompts and answers, token ids, each pair in a row of its own, padded on the right.
 
-        Pairs are sorted by length, so that batches have little padding. Without `prompts_count`, only the tokens of the
-        answers are measured.
+        Without `prompts_count`, only the tokens of the answers are measured.
         """
-        answers = sorted(answers, key=lambda pair: len(pair[0]) + len(pair[1]))
+        answers = sorted(answers, key=lambda pair: len(pair[0]) + len(pair[1]))  # so that batches have little padding
         batches = []
         for start in range(0, len(answers), batch):
             rows = answers[start : start + batch]
@@ -139,10 +134,9 @@ class CalibrationText:
 
 
 class StopForward(Exception):  # noqa: N818 - not an error
-    """Ends a forward pass early; `output` holds the inputs or the output of the module that ended it."""
+    """Ends a forward pass early; holds the output of the module that ended it."""
 
-    def __init__(self, output: Any) -> None:
-        super().__init__("the forward pass ends here")
+    def __init__(self, output: Any = None) -> None:
         self.output = output
 
 
@@ -150,17 +144,15 @@ class StopForward(Exception):  # noqa: N818 - not an error
 def stop_forward_at(module: nn.Module | None, after: bool = False) -> Iterator[None]:
     """Raise `StopForward` before a module runs, or after it, inside the block; do nothing for None."""
 
-    def stop(_: nn.Module, values: Any, output: Any = None) -> None:
-        raise StopForward(output if after else values)
+    def stop(_: nn.Module, __: Any, output: Any = None) -> None:
+        raise StopForward(output)
 
-    hook = None
-    if module is not None:
-        hook = module.register_forward_hook(stop) if after else module.register_forward_pre_hook(stop, prepend=True)
-    try:
+    with ExitStack() as stack:
+        if module is not None and after:
+            stack.callback(module.register_forward_hook(stop).remove)
+        elif module is not None:
+            stack.callback(module.register_forward_pre_hook(stop, prepend=True).remove)
         yield
-    finally:
-        if hook:
-            hook.remove()
 
 
 def check_length(model: Any, tokens: int) -> None:
@@ -175,7 +167,8 @@ def encode(tokenizer: Any, text: str, add_bos_token: bool | None = None) -> list
 
     No special tokens are added if the text begins with the beginning-of-text token, as chat templates write it.
     """
-    special = False if _begins_with_bos(tokenizer, text) else add_bos_token
+    bos = _bos_text(tokenizer)
+    special = False if bos is not None and text.startswith(bos) else add_bos_token
     return list(tokenizer.encode(text, **({} if special is None else {"add_special_tokens": special})))
 
 
@@ -190,14 +183,9 @@ def encode_continuation(tokenizer: Any, text: str) -> list[int]:
     return after_line[len(line) :] if adds_space and after_line[: len(line)] == line else ids_of(text)
 
 
-def _begins_with_bos(tokenizer: Any, text: str) -> bool:
-    bos = _bos_token_id(tokenizer)
-    return bos is not None and text.startswith(tokenizer.decode(bos))
-
-
-def _bos_token_id(tokenizer: Any) -> int | None:
-    bos: int | None = tokenizer.bos_token_id
-    return tokenizer.eos_token_id if bos is None else bos
+def _bos_text(tokenizer: Any) -> str | None:
+    bos = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
+    return None if bos is None else str(tokenizer.decode(bos))
 
 
 def special_tokens(tokenizer: Any, text: str, add_bos_token: bool | None = None) -> tuple[list[int], list[int]]:
@@ -206,9 +194,7 @@ def special_tokens(tokenizer: Any, text: str, add_bos_token: bool | None = None)
     A chat template may itself begin with the beginning-of-text token, e.g. as the marker of a turn. Then it is removed
     before the text is tokenised, and no tokens are added after a window, as in `encode`.
     """
-    plain = text
-    if _begins_with_bos(tokenizer, text):
-        plain = text.removeprefix(tokenizer.decode(_bos_token_id(tokenizer)))
+    plain = text.removeprefix(_bos_text(tokenizer) or "")
     ids, bare = encode(tokenizer, plain, add_bos_token), tokenizer.encode(plain, add_special_tokens=False)
     for start in range(len(ids) - len(bare) + 1):
         if ids[start : start + len(bare)] == bare:
@@ -217,10 +203,9 @@ def special_tokens(tokenizer: Any, text: str, add_bos_token: bool | None = None)
 
 
 def read_calibration(tokenizer: Any, options: TextOptions) -> CalibrationText:
-    """Read calibration windows.
+    """Read calibration windows: paragraphs of a text, texts of a .jsonl file, or training problems with their answers.
 
-    The paragraphs of a text file, the texts of a .jsonl file, or a task's training problems with their answers, are
-    shuffled and concatenated. The result is cut into windows, and each gets the special tokens of a prompt.
+    They are shuffled and concatenated. The result is cut into windows, and each gets the special tokens of a prompt.
     """
     windows, tokens, chat = options.windows, options.window, options.apply_chat_template
     if options.text is None:
@@ -253,8 +238,8 @@ def read_calibration(tokenizer: Any, options: TextOptions) -> CalibrationText:
         )
     special = {"before": tokenizer.convert_ids_to_tokens(before), "after": tokenizer.convert_ids_to_tokens(after)}
     tokenisation = {"special_tokens": special, "apply_chat_template": chat}
-    calibration = CalibrationText.from_windows(name, torch.tensor(rows), options.batch, tokenisation=tokenisation)
-    return replace(calibration, unread=unread)
+    fields: dict[str, Any] = {"tokenisation": tokenisation, "unread": unread}
+    return CalibrationText.from_windows(name, torch.tensor(rows), options.batch, **fields)
 
 
 def _windows(ids: list[int], tokens: int, before: list[int], after: list[int]) -> list[list[int]]:

@@ -105,14 +105,10 @@ class ReferenceFluctuation(Moments):
 def read_inputs(
     model_map: ModelMap, text: CalibrationText, parts: Sequence[Part], collect: Callable[[Part, Tensor, Tensor], None]
 ) -> None:
-    """Run the model on a text and pass the inputs of projections to a function.
+    """Run the model on a text and pass the inputs of the parts' projections to a function.
 
-    Args:
-        model_map: map of the model.
-        text: calibration text.
-        parts: parts whose projections are read.
-        collect: called once per batch and part with the part, its inputs (rows, tokens, columns), and a mask of the
-            tokens that count (rows, tokens), False for padding.
+    `collect` is called for each batch and part with the part, its inputs, (rows, tokens, columns), and a mask of the
+    tokens that count, (rows, tokens), False for padding.
     """
     counted = torch.ones(0)
 

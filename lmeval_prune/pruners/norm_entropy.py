@@ -66,10 +66,7 @@ class NormEntropy(Pruner):
 
 @dataclass(frozen=True)
 class GlobalThreshold(Pruner):
-    """Score by the weight norm alone (eq. 1), with one threshold for all layers.
-
-    This is `NormEntropy` with α = 1, for pruning in a single step.
-    """
+    """Score by the weight norm alone (eq. 1), with one threshold for all layers: `NormEntropy` with α = 1."""
 
     parts: ClassVar[str] = "heads"
 

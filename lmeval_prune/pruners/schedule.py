@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lmeval_prune.architectures import ModelMap, config_fingerprint, uncuttable, units_of
+from lmeval_prune.architectures import ModelMap, config_fingerprint, uncuttable
 from lmeval_prune.architectures.blocks import weight_of
 from lmeval_prune.architectures.precision import fast_products
 from lmeval_prune.artefacts import Work, digest
@@ -303,7 +303,7 @@ def cuttable_unit(model_map: ModelMap, pruner: Pruner) -> Unit:
     """Return the unit in which heads have a share of the parameters and can be cut."""
     if uncuttable(model_map):
         return "head"
-    have_groups = ["group" in units_of(layer) for layer in model_map.attention]
+    have_groups = [layer.kv_heads > 1 or layer.heads == 1 for layer in model_map.attention]
     if all(have_groups) or (any(have_groups) and isinstance(pruner, SequentialPruner)):  # which has no balanced heads
         return "group"
     # some layers of a cut model may have a single group

@@ -95,15 +95,13 @@ class Base:
 
     def name(self, before: str) -> str:
         for layer, name in self.renamed_layers.items():
-            if before == layer or is_inside(before, [layer]):
+            if is_inside(f"{before}.", [layer]):
                 return name + before.removeprefix(layer)
         return before
 
     def index(self, block: Block) -> int:
-        for layer, name in self.renamed_layers.items():
-            if block.name == layer or is_inside(block.name, [layer]):
-                return int(name.rpartition(".")[2])
-        return block.index
+        renamed = (name for layer, name in self.renamed_layers.items() if is_inside(f"{block.name}.", [layer]))
+        return next((int(name.rpartition(".")[2]) for name in renamed), block.index)
 
 
 def _bases(kept: Kept) -> Iterator[Base]:

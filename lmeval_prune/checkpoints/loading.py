@@ -21,6 +21,7 @@ from typing import Annotated, Any, NotRequired
 import torch
 import transformers
 from annotated_types import Len
+from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
 from transformers import (
     AutoConfig,
@@ -101,7 +102,7 @@ def as_input_error(problem: str) -> Iterator[None]:
 
 def read_config(pretrained: str, revision: str | None = None) -> Any:
     """Read the configuration of a folder, hub model or embedded model without running code of the model."""
-    embedded.check_name(pretrained, {"revision": revision})
+    embedded.check_name(pretrained)
     with as_input_error(f"cannot read the model {pretrained}"), modeling_pruned.without_warnings_of_layers():
         config = AutoConfig.from_pretrained(embedded.resolve(pretrained), revision=revision, trust_remote_code=False)
         quantised = getattr(config, "quantization_config", None)
@@ -358,7 +359,7 @@ def checkpoint_identity(
     pretrained: str, revision: str | None = None, subfolder: str = "", gguf_file: str | None = None
 ) -> str:
     """Return a digest of a checkpoint's weights, independent of its name; for a hub model, of name and commit."""
-    embedded.check_name(pretrained, {"gguf_file": gguf_file, "subfolder": subfolder, "revision": revision})
+    embedded.check_name(pretrained)
     folder = Path(embedded.resolve(pretrained)).expanduser()
     if folder.is_dir():
         folder = folder / subfolder
@@ -480,7 +481,7 @@ def _copy_companions(source: str, folder: Path, revision: str | None) -> None:
     is_stored = bool(source) and Path(source).is_dir()
     if source and not is_stored:
         with suppress(HFValidationError):  # no name on the Hub
-            is_stored = embedded.cached_file(source, {"revision": revision}) is not None
+            is_stored = isinstance(try_to_load_from_cache(source, "config.json", revision=revision), str)
 
     def copy(name: str) -> None:
         file = cached_file(source, name, revision=revision, **OPTIONAL)

@@ -78,7 +78,7 @@ class PrunedHFLM(EngineHFLM):
             if others.get("device") is not None:
                 resolve_device(others["device"])
             model = embedded.resolve(str(model))
-            embedded.check_name(model, others)
+            embedded.check_name(model)
             self.manifest = valid_manifest(Path(model, others.get("subfolder") or ""))
         if own.responses and any(intervention.needs_order for intervention in interventions):
             raise InputError("answers that depend on their order (state=run) cannot be stored; leave out responses")

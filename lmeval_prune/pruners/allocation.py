@@ -180,7 +180,7 @@ def parameter_counts(pools: Sequence[UnitPool], counts: Sequence[int]) -> dict[s
 
 
 def _whole_units(pools: Sequence[UnitPool], options: PruneOptions, ratio: float, allocation: str) -> list[int]:
-    """Remove the lowest units that fit into the ratio; a positive multiple of `ffn_multiple` channels stays."""
+    """Remove the lowest units that fit into the ratio; one channel of a layer stays."""
     counts = [pool.removed for pool in pools]
     removes_heads = all(pool.kind == HEADS for pool in pools)
     allow_empty = options.allow_empty_layer or not removes_heads
@@ -195,9 +195,7 @@ def _whole_units(pools: Sequence[UnitPool], options: PruneOptions, ratio: float,
                 left -= pools[index].cost
     if removes_heads:
         return counts
-    multiple = options.ffn_multiple
-    widths = [-(-max(1, pool.size - count) // multiple) * multiple for pool, count in zip(pools, counts, strict=True)]
-    return [pool.size - min(pool.size - pool.removed, width) for pool, width in zip(pools, widths, strict=True)]
+    return [max(pool.removed, min(count, pool.size - 1)) for pool, count in zip(pools, counts, strict=True)]
 
 
 def _by_layer(pools: Sequence[UnitPool], options: PruneOptions, ratio: float, allocation: str) -> list[int]:

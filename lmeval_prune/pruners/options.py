@@ -27,7 +27,6 @@ class PruneOptions(Settings):
             balanced (one query head of every group). Default: group where the model has groups that can be cut, else
             head; with --budget heads, head
         ffn_ratio: with --budget heads, share of all feed-forward channels that is removed
-        ffn_multiple: with --budget heads, the number of channels that stay in each block is a multiple of this
         allocation: global (compare the scores of all layers) or uniform (the same share of each layer, the rounding
             remainder from the next one; with a share of whole units all layers have the same shape); with a budget of
             parameters also joint (compare the scores of heads with those of channels), standardised (compare them by
@@ -55,7 +54,6 @@ class PruneOptions(Settings):
     ratio: ShareBelowOne = 0.0
     unit: Unit | None = None
     ffn_ratio: ShareBelowOne = 0.0
-    ffn_multiple: Count = 1
     allocation: Allocation | None = None
     p_min: Share = 0.0
     steps: Count = 1
@@ -76,9 +74,9 @@ class PruneOptions(Settings):
         if self.budget == "heads":
             is_ignored = self.parts is not None or self.allocation not in (None, "global", "uniform")
         else:
-            is_ignored = self.ffn_ratio > 0 or self.ffn_multiple != 1
+            is_ignored = self.ffn_ratio > 0
         if is_ignored:  # the plan would be another than the one asked for
-            raise InputError("--budget heads takes --ffn_ratio and --ffn_multiple, no --parts and few --allocation")
+            raise InputError("--budget heads takes --ffn_ratio, no --parts and few --allocation")
 
     def __str__(self) -> str:
         """Describe in words what resolved options remove, e.g. `20% of the parameters of heads and channels`."""

@@ -35,7 +35,6 @@ class SlimGpt(SequentialPruner):
             compensate for each other.
         step: minimum number of channels that are removed at once; the first step removes a sixteenth of them, each
             later one half as many.
-        greedy: recompute errors after each removal; `false`: rank all units by their first errors.
     """
 
     allocation: ClassVar[str] = "log"
@@ -44,7 +43,6 @@ class SlimGpt(SequentialPruner):
     remeasure_down: ClassVar[bool] = True
     error: Literal["exact", "diagonal"] = "exact"
     step: Count = 8
-    greedy: bool = True
 
     def unit_scores(self, weight: Tensor, moments: Moments, second: Tensor | None, units: Units) -> Tensor:
         """Return the error of removing each unit first."""
@@ -56,7 +54,7 @@ class SlimGpt(SequentialPruner):
         chunk = max(self.step, len(units) // 16) if are_channels else 1
         while len(selected) < count:
             errors = self._errors(weight, inverse, [units[unit] for unit in remaining])
-            number = min(chunk, count - len(selected)) if self.greedy else count
+            number = min(chunk, count - len(selected))
             cheapest = [remaining[index] for index in errors.argsort(stable=True)[:number].tolist()]
             selected += cheapest
             removed = set(cheapest)

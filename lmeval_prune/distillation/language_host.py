@@ -83,11 +83,8 @@ class LanguageHost(Host):
     @override
     def check(self) -> None:
         super().check()
-        options, (name, positions) = self.options, self.fewest_positions
-        if options.calibrate_on == "own" or options.train_on == "teacher":
+        if self.options.calibrate_on == "own" or self.options.train_on == "teacher":
             check_generative(self.task)
-        if options.calibrate_on == "own" or options.asks_teacher:
-            self.answerer.check_room(name, positions)
 
     @override
     def read(self, folder: str) -> nn.Module:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lmeval_prune.architectures import map_model, position_limit
+from lmeval_prune.architectures import map_model
 from lmeval_prune.errors import InputError
 from lmeval_prune.models import generation
 from lmeval_prune.models.pruned_hf import PrunedHFLM
@@ -89,13 +89,6 @@ class Answerer:
     @property
     def length(self) -> int:
         return generation.answer_limit(self.settings)
-
-    def check_room(self, name: str, positions: int | None) -> None:
-        """Raise `InputError` if answers can be as long as the positions of a model; None: it names no number."""
-        if positions is not None and self.length >= positions:
-            raise InputError(
-                f"max_gen_toks={self.length} leaves no room for a prompt: {name} has {positions} positions"
-            )
 
     def answers(self, model: Any, questions: Sequence[Question]) -> list[OwnAnswer]:
         """Return a model's answer to each question, from the store or generated now, with its interventions."""
@@ -196,7 +189,6 @@ class OwnText:
         self.questions = [Question(n, documents[n], prompt_of(task, documents[n], chat)) for n in numbers]
         sampling = (options.sample_temperature, options.max_gen_toks, options.seed)
         self.answerer = Answerer(task, tokenizer, responses, *sampling, options.add_bos_token)
-        self.answerer.check_room("this model", position_limit(skeleton))
 
     def of(self, model: Any) -> CalibrationText:
         """Return the text of a model, with its interventions."""

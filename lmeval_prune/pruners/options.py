@@ -150,8 +150,6 @@ class TextOptions(Settings):
         super().__post_init__()
         if self.task and self.text:
             raise InputError("give the calibration text by --task or by --text, not both")
-        if self.calibrate_on == "own" and not self.task:
-            raise InputError("--calibrate_on own needs the questions of a task; give --task")
 
     @property
     def has_text(self) -> bool:
@@ -165,11 +163,3 @@ class TextOptions(Settings):
 @dataclass(frozen=True)
 class PruneSettings(TextOptions, PruneOptions):
     """Options of a plan and of its calibration text."""
-
-    ratio: ShareBelowOne | None = None  # type: ignore[assignment]  # --help shows no default, which removes nothing
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "ratio", self.ratio or 0.0)
-        super().__post_init__()
-        if not self.ratio and not self.ffn_ratio:  # before the model is scored
-            raise InputError("nothing would be removed; give --ratio")

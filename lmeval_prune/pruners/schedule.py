@@ -260,8 +260,10 @@ def resolve_options(
     """Fill in options that depend on the methods and the model, which may have no weights.
 
     Raises:
-        InputError: the options ask the methods or the model for what they lack.
+        InputError: the options remove nothing, or ask the methods or the model for what they lack.
     """
+    if not options.ratio and not options.ffn_ratio:
+        raise EmptyPlanError(NOTHING)
     channel_pruner, counts_parameters = channel_pruner or pruner, options.budget != "heads"
     has_groups = any(1 < x.kv_heads < x.heads for x in model_map.attention) and not uncuttable(model_map)
     if counts_parameters:

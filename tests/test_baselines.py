@@ -110,17 +110,6 @@ def test_moments_are_those_of_two_passes(family: str) -> None:
     assert (reference.fluctuation > 2 * reference.variance).all()
 
 
-@pytest.mark.parametrize("name", ["flap", "flap reference", "wanda_sp", "slimgpt", "llm_pruner", "llm_pruner mix"])
-def test_scores_do_not_depend_on_batch_size(name: str) -> None:
-    arguments = {"reference": {"reference": True}, "mix": {"importance": "mix"}}.get(name.partition(" ")[2], {})
-    model_map, actual = map_model(tiny("llama")), []
-    for batch in (1, 2, 6):
-        actual.append([*scored(make_pruner(name.partition(" ")[0], arguments), model_map, whole(batch=batch)).values()])
-    for other in actual[1:]:
-        for value, expected in zip(other, actual[0], strict=True):
-            torch.testing.assert_close(value, expected, rtol=1e-8, atol=1e-12)
-
-
 # --------------------------------------------------------------------------- scores
 
 
@@ -531,13 +520,6 @@ def test_a_head_of_multi_query_attention_costs_its_query_alone() -> None:
     assert plan.heads and fewer == plan.provenance["parameters"]["removed"]
 
 
-def test_heads_are_named_in_the_order_of_layers_whatever_step_they_went_in() -> None:
-    model_map = map_model(tiny("llama", num_hidden_layers=4))
-    for seed in range(6):
-        *_, plan = stages(RandomScores(seed), model_map, PruneOptions(0.5, budget="heads", steps=4))
-        assert plan.heads == plan.fit_to(model_map).heads
-
-
 @pytest.mark.parametrize("unit", ["group", "balanced"])
 def test_an_emptied_layer_counts_as_whole_in_later_steps(unit: str) -> None:
     model_map = map_model(tiny("llama", num_hidden_layers=4))
@@ -693,22 +675,6 @@ def test_a_model_with_a_layer_of_one_group_can_be_pruned_again(name: str) -> Non
     assert [(layer.heads, layer.kv_heads) for layer in map_model(smaller).attention] == [(2, 1), (4, 2)]
     plan = plan_by(name, map_model(smaller), whole(), parts="heads", allocation="uniform", ratio=0.5)
     assert plan.heads and cut(smaller, plan).model
-
-
-def test_scores_of_an_artefact_make_the_same_plan(tiny_folder: Path, tmp_path: Path) -> None:
-    """Column scores of `flap` are reused; a method that prunes layer by layer refuses stored scores."""
-    (tmp_path / "text.txt").write_text("\n\n".join(f"Ann has {n} apples and buys {n + 1} more." for n in range(60)))
-    text = ["--text", str(tmp_path / "text.txt"), "--windows", "4", "--tokens", "32"]
-    arguments = ["--pretrained", str(tiny_folder), *text]
-    for method in ("flap", "slimgpt"):
-        words = ["--method", method, "--channels", "--output", str(tmp_path / f"{method}.json")]
-        assert main(["importance", *arguments, *words]) == 0
-    prune = ["prune", *arguments, "--ratio", "0.4", "--output"]
-    assert main([*prune, str(tmp_path / "a.json"), "--method", "flap"]) == 0
-    assert main([*prune, str(tmp_path / "b.json"), "--scores", str(tmp_path / "flap.json")]) == 0
-    computed, from_scores = (Plan.load(tmp_path / name) for name in ("a.json", "b.json"))
-    assert computed == from_scores and computed.tensors
-    assert main([*prune, str(tmp_path / "c.json"), "--scores", str(tmp_path / "slimgpt.json")]) == 2
 
 
 def test_scores_at_hand_are_not_mixed_with_other_settings(tiny_folder: Path, tmp_path: Path) -> None:

@@ -167,18 +167,15 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor, bool]]:
     import torch
     from accelerate.utils import align_module_device, has_offloaded_params
 
-    def joined(path: str, key: str) -> str:
-        return f"{path}.{key}" if path else key
-
     # offloading replaces tied weights by separate tensors, so they are recognised by name
     keys = {path: getattr(module, "all_tied_weights_keys", None) or () for path, module in modules.items()}
-    tied, yielded = {joined(path, key) for path in keys for key in keys[path]}, set()
+    tied, yielded = {f"{path}.{key}".lstrip(".") for path in keys for key in keys[path]}, set()
     for is_parameter in (True, False):
         for path, module in modules.items():
             offloaded = has_offloaded_params(module)
             with align_module_device(module, torch.device("cpu")) if offloaded else nullcontext():
                 for key, tensor in (module._parameters if is_parameter else module._buffers).items():
-                    name = joined(path, key)
+                    name = f"{path}.{key}".lstrip(".")
                     if tensor is None or name in tied or tensor in yielded or not (is_parameter or name in saved):
                         continue
                     if not offloaded:  # a reference would keep an offloaded tensor in memory

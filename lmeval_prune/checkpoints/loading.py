@@ -16,11 +16,10 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager, nullcontext, suppress
 from functools import cache
 from pathlib import Path, PurePosixPath
-from typing import Annotated, Any, NotRequired
+from typing import Any
 
 import torch
 import transformers
-from annotated_types import Len
 from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
 from transformers import (
@@ -35,7 +34,6 @@ from transformers.models.auto import modeling_auto
 from transformers.quantizers.auto import AutoHfQuantizer
 from transformers.utils import cached_file
 from transformers.utils.hub import extract_commit_hash
-from typing_extensions import TypedDict
 
 from lmeval_prune.architectures import nonfinite_tensor, weights_fingerprint
 from lmeval_prune.architectures.names import compact_names
@@ -399,32 +397,6 @@ def configuration_digests(pretrained: str) -> dict[str, str]:
     return digests
 
 
-class Stage(TypedDict):
-    """One cut: what went, and what stays of heads, channels and blocks."""
-
-    parent: dict[str, Any]  # the model that was cut
-    plan: dict[str, Any]
-    removed: dict[str, Any]  # numbers of removed units, and what stays with zero weights by layer
-    removed_blocks: list[str]  # names of the blocks that are gone, also of those that lost all units
-    kept_heads: dict[str, list[int]]
-    kept_layers: NotRequired[dict[str, str]]  # label before the cut by the label after it, if blocks are absent
-    parameters: dict[str, list[int]]  # `before` and `after` the cut: all, and without embeddings
-
-
-Class = TypedDict("Class", {"class": str})
-
-
-class Manifest(Class):
-    """Fields of a manifest that are read."""
-
-    weights: Annotated[list[str], Len(1)]
-    files: dict[str, str]
-    notes: list[str]
-    stages: Annotated[list[Stage], Len(1)]
-    trained_on: NotRequired[list[str]]
-    validated_on: NotRequired[list[str]]
-
-
 # --------------------------------------------------------------------------- writing
 
 
@@ -536,7 +508,7 @@ def _write_model(folder: Path, model: Any) -> None:
 def read_manifest(folder: str | os.PathLike[str]) -> dict[str, Any] | None:
     """Return the manifest of a checkpoint, or None if it has none; refuse a damaged manifest (`InputError`)."""
     path = Path(folder) / MANIFEST
-    return read_artefact(path, SCHEMA, VERSION, Manifest)[0] if path.is_file() else None
+    return read_artefact(path, SCHEMA, VERSION)[0] if path.is_file() else None
 
 
 def manifest_of(model: Any) -> dict[str, Any] | None:

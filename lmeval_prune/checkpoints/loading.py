@@ -373,20 +373,14 @@ def checkpoint_identity(
 
 
 def configuration_files(pretrained: str, subfolder: str = "") -> list[Path]:
-    """Return the files beside a checkpoint's weights, sorted by name; none of a hub model, which a commit identifies.
-
-    Besides configuration, tokenizer and chat template there can be files that no model reads.
-    """
+    """Return the files beside a checkpoint's weights; none of a hub model, which a commit identifies."""
     folder = Path(embedded.resolve(pretrained)).expanduser() / subfolder
     files = sorted(folder.iterdir()) if folder.is_dir() else []
     return [file for file in files if file.suffix in _BESIDE_WEIGHTS]
 
 
 def configuration_digests(pretrained: str) -> dict[str, str]:
-    """Return digests of a checkpoint's configuration, tokenizer and chat template, by the names of their files.
-
-    Of a configuration's, path and version do not count, which change when a model is written again.
-    """
+    """Return digests of configuration (without path and version), tokenizer and chat template, by file."""
     digests = {}
     for file in configuration_files(pretrained):
         if file.name in ("config.json", "generation_config.json"):
@@ -427,10 +421,7 @@ def save_checkpoint(
 
 
 def check_folder(folder: str | os.PathLike[str], parents: Collection[str] = (), keeps_trained: bool = True) -> None:
-    """Raise `InputError` if a folder holds anything but an unchanged checkpoint of this package, or is a parent.
-
-    `keeps_trained`: neither one that was trained.
-    """
+    """Refuse a parent, and all but an unchanged checkpoint; with `keeps_trained`, also one that was trained."""
     folder = Path(folder)
     if not folder.is_dir() or not any(folder.iterdir()):
         return

@@ -124,10 +124,7 @@ def model(
 
 
 def adapter_lines(output: Path, settings: Mapping[str, Any], config: Any, revision: str | None) -> list[str]:
-    """Return the command lines that serve adapters: all in a folder that the same server can load.
-
-    `settings` are fields of their manifests, `config` is that of the model.
-    """
+    """Return the command lines that serve the adapters in a folder with these settings."""
     from lmeval_prune.export.manifest import read_adapters
 
     found = read_adapters(output).values()

@@ -26,10 +26,7 @@ def read_adapter(folder: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def read_lora(path: str | os.PathLike[str]) -> dict[str, str]:
-    """Return the name and the digest of an ordinary LoRA adapter: a folder in PEFT's format, or a GGUF file.
-
-    The name is the folder's or the file's, under which the server has the adapter.
-    """
+    """Return the name, as on the server, and the digest of an ordinary LoRA adapter: a PEFT folder, or a GGUF file."""
     file = Path(path).expanduser().resolve()
     if file.is_file() and file.suffix == ".gguf":
         return {file.parent.name if file.stem == "adapter" else file.stem: content_digest(file)}

@@ -124,10 +124,7 @@ def _ranked(part: Part | DepthPart, scores: Tensor, unit: str, removed: set[int]
 
 
 def standardised(scores: Mapping[str, Tensor], removed: Removed, allocation: str) -> Mapping[str, Tensor]:
-    """Return scores that an allocation can compare between layers.
-
-    Allocations in `STANDARDISED` get mean 0 and deviation 1 over the remaining members, or their columns, of each part.
-    """
+    """Return scores that an allocation compares: of `STANDARDISED`, with mean 0 and deviation 1 by part."""
     if allocation not in STANDARDISED:
         return scores
     correction, result = int(allocation == REFERENCE), {}
@@ -256,8 +253,8 @@ def _nearest(pools: Sequence[UnitPool], ratio: float, allow_empty: bool) -> list
 def _below_threshold(pools: Sequence[UnitPool], ratio: float, allow_empty: bool) -> list[int]:
     """Return how many units each pool loses by FLAP's released code.
 
-    Units are kept from the highest score down until their total cost is nearest to the target. The score of the last
-    kept unit is the threshold, and units at or below it are removed. If earlier steps reached the target, none is.
+    From the highest score down, units stay until their cost is nearest to the target; those at or below the last one's
+    score go.
     """
     costs = torch.tensor([float(REFERENCE_COSTS[pool.kind]) for pool in pools], dtype=torch.float64)
     scores = torch.cat([pool.scores for pool in pools])

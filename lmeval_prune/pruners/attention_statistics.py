@@ -1,8 +1,7 @@
 """Compute statistics of attention weights over calibration text without storing whole attention matrices.
 
-Weights are recomputed from queries and keys before the model's own attention runs, one block of queries at a time. The
-forward pass does not change. Families that do not call attention functions through transformers' interface return
-their weights instead.
+Weights are recomputed from queries and keys, one block of queries at a time, before the model's own attention runs.
+Families that do not call attention functions through transformers' interface return their weights instead.
 """
 
 from __future__ import annotations

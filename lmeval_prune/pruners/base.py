@@ -1,8 +1,7 @@
 """The base class of pruners: a pruner scores heads and channels, or layers and blocks; the lowest scores are removed.
 
-A pruner is a frozen dataclass and a line in `PRUNERS` of `table.py`, or an entry point in `lmeval_prune.pruners` of
-another package. Its fields are its options. It implements `scores`; all pruners share counting, units, schedules and
-plans (`allocation.py`, `schedule.py`).
+A pruner is a frozen dataclass with a line in `PRUNERS` of `table.py`, or an entry point in `lmeval_prune.pruners` of
+another package. Its fields are its options.
 """
 
 from __future__ import annotations

@@ -99,11 +99,9 @@ class CalibrationText:
         return {"text": self.name, **counts, **self.tokenisation, "sha256": state.hexdigest()[:16]}
 
     def run(self, model: Any) -> Iterator[Batch]:
-        """Run the model, without its output head, on each batch.
+        """Run the model, without its output head, on each batch; yield it, on the device, before its forward pass.
 
-        Yields:
-            Each batch, on the model's device, before its forward pass. What hooks collect is available in the next
-            iteration.
+        What hooks collect is available in the next iteration.
         """
         with torch.no_grad(), stop_forward_at(getattr(model, "get_output_embeddings", lambda: None)()):
             for batch, inputs in self.inputs(model):
@@ -114,8 +112,7 @@ class CalibrationText:
     def inputs(self, model: Any) -> Iterator[tuple[Batch, dict[str, Any]]]:
         """Yield each batch and the model's arguments for it, on the model's device.
 
-        An encoder-decoder reads the batch in both stacks; the decoder inputs are shifted labels, as in lm-eval. A
-        progress bar is shown if this takes longer than half a minute.
+        An encoder-decoder reads the batch in both stacks; the decoder inputs are shifted labels, as in lm-eval.
         """
         device = input_device(model)
         for batch in tqdm(self.batches, "calibration", leave=False, delay=30, mininterval=5):
@@ -163,10 +160,7 @@ def check_length(model: Any, tokens: int) -> None:
 
 
 def encode(tokenizer: Any, text: str, add_bos_token: bool | None = None) -> list[int]:
-    """Tokenise a text with special tokens as lm-eval's `hf` tokenises a prompt (`HFLM.tok_encode`).
-
-    No special tokens are added if the text begins with the beginning-of-text token, as chat templates write it.
-    """
+    """Tokenise a text as `HFLM.tok_encode` does: without special tokens if it begins with the BOS token."""
     bos = _bos_text(tokenizer)
     special = False if bos is not None and text.startswith(bos) else add_bos_token
     return list(tokenizer.encode(text, **({} if special is None else {"add_special_tokens": special})))

@@ -153,10 +153,7 @@ def _gathering_tokens(head: nn.Module | None, tokens: Tensor) -> Iterator[None]:
 
 
 def _log_probabilities(logits: Tensor, tokens: Tensor) -> Tensor:
-    """Return the log probabilities of the next token after each token of the mask, (counted tokens, vocabulary).
-
-    The logits are those of these tokens, in a single row; of all tokens, if the model has no head.
-    """
+    """Return the log probabilities of the next token after each token of the mask, (counted tokens, vocabulary)."""
     logits = logits[tokens.to(logits.device)] if logits.shape[:2] == tokens.shape else logits[0]
     return logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
 

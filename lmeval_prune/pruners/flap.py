@@ -1,7 +1,6 @@
-"""FLAP: score a column by the fluctuation of its input times its weight norm; compensate with a bias.
+"""FLAP: score a column of the output or down projection by the fluctuation of its input times its weight norm.
 
-A column is an input of a layer's output projection or down projection. Scores are standardised within each layer, so
-that heads and channels of all layers can be compared. The mean output of the removed columns becomes a bias.
+The mean output of the removed columns becomes a bias.
 """
 
 from __future__ import annotations

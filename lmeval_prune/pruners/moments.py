@@ -160,10 +160,7 @@ def least_squares_for(weight: Tensor, second: Tensor, removed: Collection[int]) 
 
 
 def damped(second: Tensor, damping: float) -> tuple[Tensor, float]:
-    """Add damping, as a share of the mean diagonal, to a mean of x·xᵀ (columns, columns) until it is invertible.
-
-    Returns the damped matrix and the damping that it needed; raises `InputError` if no damping is enough.
-    """
+    """Add damping, as a share of the mean diagonal, to a mean of x·xᵀ until it is invertible; return both."""
     diagonal = float(second.diagonal().mean())
     for _ in range(_DAMPING_STEPS):
         raised = second + torch.eye(len(second), dtype=second.dtype) * (damping * diagonal)

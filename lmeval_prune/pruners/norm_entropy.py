@@ -91,10 +91,7 @@ class Confidence(Pruner):
 
 
 def confidences(rows: AttentionRows) -> tuple[Tensor, Tensor]:
-    """Return the largest weight of each query without its text's first key, and a mask that leaves out first queries.
-
-    Shapes: (batch, heads, queries) and (batch, queries).
-    """
+    """Return each query's largest weight without its text's first key, (batch, heads, queries); which count."""
     largest = rows.weights.masked_fill(rows.first_keys[:, None, None], 0).amax(-1)
     several_keys = (rows.visible.sum(-1) > 1).any(1).expand(len(largest), largest.shape[2])
     return largest, several_keys & ~rows.first

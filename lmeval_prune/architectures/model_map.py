@@ -18,7 +18,13 @@ from lmeval_prune.architectures.blocks import (
     read_blocks,
     read_sublayers,
 )
-from lmeval_prune.architectures.identity import model_name, text_config, weight_writes, weights_fingerprint
+from lmeval_prune.architectures.identity import (
+    loadable_fingerprints,
+    model_name,
+    text_config,
+    weight_writes,
+    weights_fingerprint,
+)
 from lmeval_prune.architectures.structure import recognise, refute_depth
 from lmeval_prune.architectures.table import ALIBI, FAMILIES, Family
 from lmeval_prune.errors import InputError
@@ -103,6 +109,11 @@ class ModelMap:
         """Return the shapes that artefacts store: `{"model_type", "heads": {"L0": [heads, kv_heads, head_dim]}}`."""
         shapes = {layer.label: [layer.heads, layer.kv_heads, layer.head_dim] for layer in self.attention}
         return {"model_type": self.model_type, "heads": shapes}
+
+    def record(self) -> dict[str, Any]:
+        """Return what files about this model store of it."""
+        weights = loadable_fingerprints(self.model, self.weights)
+        return {"name": self.name, "revision": self.revision, "weights": weights, **self.signature()}
 
     def channels(self) -> dict[str, int]:
         """Return the number of feed-forward channels by layer: `{"L0": 1536}`."""

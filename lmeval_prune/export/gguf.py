@@ -42,7 +42,7 @@ from lmeval_prune.decoding.request import end_tokens
 from lmeval_prune.errors import InputError
 from lmeval_prune.interventions.plan import Plan
 from lmeval_prune.surgery.card import pruning_tags, removed_lines, write_card
-from lmeval_prune.surgery.cut import cut, identity_of
+from lmeval_prune.surgery.cut import cut
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 GGUF_TYPES = {
@@ -100,7 +100,7 @@ def export_gguf(
         model, manifest = result.model, result.manifest
     else:
         model = with_weights(bare, pretrained, revision)
-        manifest = manifest_of(model) or {"parent": identity_of(map_model(model)), "stages": [], "notes": []}
+        manifest = manifest_of(model) or {"parent": map_model(model).record(), "stages": [], "notes": []}
     notes = [note for note in manifest["notes"] if note != manifest.get("about_class")]  # GGUF has no classes
     for number, layer in enumerate(gguf_layers(map_model(model))):
         if layer.fillers:
@@ -230,12 +230,10 @@ def write_gguf_model(
         else:
             ends = end_tokens(getattr(model, "generation_config", None)) or end_tokens(model.config)
             add_tokenizer(writer, tokenizer, model.config.vocab_size, splitting, ends)
-        heads_of_rows = {}
+        heads_of_rows = dict[str, int]()
         if architecture in ("llama", "deci"):
-            names = {module: name for name, module in model.named_modules()}
             for layer in model_map.attention:
-                heads_of_rows[f"{names[layer.module]}.q_proj"] = layer.heads
-                heads_of_rows[f"{names[layer.module]}.k_proj"] = layer.kv_heads
+                heads_of_rows |= {f"{layer.name}.q_proj": layer.heads, f"{layer.name}.k_proj": layer.kv_heads}
         for number, gguf_layer in enumerate(layers):
             for part, shape in gguf_layer.fillers.items():
                 values = torch.ones(shape) if len(shape) == 1 else torch.zeros(shape)

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from transformers import Cache
 
 from lmeval_prune.architectures import ModelMap
+from lmeval_prune.attributes import replaced
 from lmeval_prune.interventions.base import change_output
 from lmeval_prune.pruners.base import Pruner, Scores
 from lmeval_prune.pruners.calibration import CalibrationText
 from lmeval_prune.pruners.parts import DEPTH_KINDS, LAYERS, DepthPart, Removed, make_plan
-from lmeval_prune.pruners.sequential import replace_forward
 
 
 @dataclass(frozen=True)
@@ -175,5 +175,5 @@ def _starting_at(part: DepthPart, outputs: dict[nn.Module, Any]) -> Iterator[Non
         for layer, output in outputs.items():
             if any(module is part.sublayers[0].module for module in layer.modules()):
                 break
-            replace_forward(layer, lambda *_, output=output, **__: output, stack)
+            stack.enter_context(replaced(layer, forward=lambda *_, output=output, **__: output))
         yield

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from lmeval_prune.architectures import ModelMap
 from lmeval_prune.architectures.blocks import in_features, weight_of
 from lmeval_prune.artefacts import Work
+from lmeval_prune.attributes import replaced
 from lmeval_prune.errors import InputError
 from lmeval_prune.interventions.base import change_input
 from lmeval_prune.pruners.base import Pruner, Scores, pruner_name
@@ -223,7 +224,7 @@ class LayerwisePruning:
             for module, statistics in moments.items():
                 change_input(module, partial(collect, statistics), stack)
             for layer in layers[:number]:
-                replace_forward(layer, lambda *_, **__: self.outputs[position], stack)
+                stack.enter_context(replaced(layer, forward=lambda *_, **__: self.outputs[position]))
             stack.enter_context(stop_forward_at(layers[number], after=True))
             for position, (batch, inputs) in enumerate(self.text.inputs(model)):
                 counted = batch.counted
@@ -234,12 +235,6 @@ class LayerwisePruning:
                         self.outputs[position : position + 1] = [stop.output]
                 else:
                     raise InputError(f"layer {number} of this {self.model_map.model_type} model did not run")
-
-
-def replace_forward(module: Any, forward: Callable[..., Any], stack: ExitStack) -> None:
-    before = vars(module).get("forward")  # set by another library, e.g. accelerate
-    module.forward = forward
-    stack.callback(setattr, module, "forward", before) if before else stack.callback(delattr, module, "forward")
 
 
 def check_layerwise(model_map: ModelMap, name: str) -> None:

@@ -150,17 +150,6 @@ def check_cuttable(model_map: ModelMap, heads: bool) -> None:
             )
 
 
-def identity_of(model_map: ModelMap) -> dict[str, Any]:
-    """Return the manifest's entry about the parent model of a checkpoint."""
-    return {
-        "name": model_map.name,
-        "revision": model_map.revision,
-        "weights": loadable_fingerprints(model_map.model, model_map.weights),
-        **model_map.signature(),
-        "channels": model_map.channels(),
-    }
-
-
 def _cut_fitted(model_map: ModelMap, plan: Plan, keep_shapes: bool) -> Cut:
     kept, reason = Kept.of(model_map, plan, keep_shapes), ""
     tensors, family = _kept_tensors(model_map, plan, kept), model_map.attention[0].family
@@ -193,7 +182,7 @@ def _cut_fitted(model_map: ModelMap, plan: Plan, keep_shapes: bool) -> Cut:
     if kept.removed:
         removed |= {"blocks": len(kept.removed), "layers": len(kept.layers)}
     stage = {
-        "parent": identity_of(model_map),
+        "parent": model_map.record(),
         "removed_blocks": list(kept.removed),
         "plan": {**plan.settings(), "made": dict(plan.provenance)},
         "removed": removed,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-import os
 import random
 from contextlib import ExitStack
 from dataclasses import replace
@@ -15,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from lmeval_prune import Plan, artefacts, map_model
+from lmeval_prune import Plan, map_model
 from lmeval_prune.architectures import ModelMap
 from lmeval_prune.architectures.blocks import weight_of
 from lmeval_prune.cli import main
@@ -33,7 +32,6 @@ from lmeval_prune.pruners.sequential import LayerwisePruning, Removal
 from lmeval_prune.pruners.slimgpt import SlimGpt, WandaSp, eliminated
 from lmeval_prune.pruners.taylor import LlmPruner, gradients, projections_of, structure_sums
 from lmeval_prune.surgery.cut import cut
-from tests.kills import killing_after
 from tests.test_pruners import text_of
 from tests.tiny_models import output, tiny, tokens
 
@@ -632,37 +630,6 @@ def test_a_layer_reads_what_it_reads_in_the_whole_model(family: str) -> None:
 
 def test_the_hash_of_a_text_does_not_depend_on_batches() -> None:
     assert whole(batch=1).record() == whole(batch=4).record() != whole(batch=4, seed=2).record()
-
-
-# --------------------------------------------------------------------------- killed, and on
-
-
-def _killed(work: Path, count: int) -> None:
-    """Make a plan in a child process that is killed when the count-th layer is stored."""
-    artefacts.write_bytes = killing_after(count + 1)(artefacts.write_bytes)  # settings.json is the first
-    model_map = map_model(tiny("llama", num_hidden_layers=4))
-    list(stages(SlimGpt(), model_map, PruneOptions(0.3), whole(), work=work))
-
-
-def test_a_killed_calibration_goes_on_to_the_same_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model_map = map_model(tiny("llama", num_hidden_layers=4))
-    (expected,) = stages(SlimGpt(), model_map, PruneOptions(0.3), whole())
-    for count in (0, 2):
-        work = tmp_path / str(count)
-        child = os.fork()
-        if not child:
-            _killed(work, count)
-            os._exit(0)
-        assert os.WIFSIGNALED(os.waitpid(child, 0)[1])
-        assert len(list(work.glob("L*.safetensors"))) == count
-        messages: list[str] = []
-        (plan,) = stages(SlimGpt(), model_map, PruneOptions(0.3), whole(), progress=messages.append, work=work)
-        assert plan == expected and plan.tensors == expected.tensors
-        assert sum(line.startswith("layer") for line in messages) == 4 - count
-        monkeypatch.setattr(SlimGpt, "select", None)  # all is known
-        (plan,) = stages(SlimGpt(), model_map, PruneOptions(0.3), whole(), work=work)
-        assert plan == expected
-        monkeypatch.undo()
 
 
 # --------------------------------------------------------------------------- the command, and mistakes

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import multiprocessing
-import os
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -20,11 +18,9 @@ from safetensors.torch import load_file
 from lmeval_prune import HeadMask, InputError, load_pretrained, map_model
 from lmeval_prune.artefacts import output_lock
 from lmeval_prune.cli import main
-from lmeval_prune.export import adapters
 from lmeval_prune.export.adapters import export_adapters
 from lmeval_prune.export.manifest import adapter_name, read_adapter, read_adapters
 from lmeval_prune.interventions.plan import Plan
-from tests.kills import killing_after
 from tests.tiny_models import ALL, output, saved, tiny, tokens
 
 
@@ -141,32 +137,6 @@ def test_a_mask_artefact_is_an_adapter_of_its_own_weights(tiny_folder: Path, tmp
     both = ["--mask", str(tmp_path / "mask.json"), "--mask", str(tmp_path / "plan.json"), "--dtype", "float32"]
     assert main([*arguments, *both]) == 0
     assert list(read_adapters(tmp_path / "out")) == ["L1H3", "L0H1+L1H0"]
-
-
-def _export(folder: str, output: str, kill: int | None = None) -> None:
-    if kill is not None:
-        adapters.write_bytes = killing_after(kill)(adapters.write_bytes)  # type: ignore[assignment]
-    code = main(
-        ["export", "adapter", "--pretrained", folder, "--output", output, "--layers", "0,1", "--dtype", "float32"]
-    )
-    os._exit(code)
-
-
-def test_a_killed_export_goes_on(tiny_folder: Path, tmp_path: Path) -> None:
-    """Complete adapters are kept; incomplete ones are written again."""
-    context = multiprocessing.get_context("fork")
-    written: dict[str, int] = {}
-    for kill in (5, 3, None):
-        process = context.Process(target=_export, args=(str(tiny_folder), str(tmp_path / "pool"), kill))
-        process.start()
-        process.join()
-        assert process.exitcode == (0 if kill is None else -9)
-        there = {path.parent.name: path.stat().st_mtime_ns for path in (tmp_path / "pool").glob("L*/*.json")}
-        assert written.items() <= there.items() and len(there) > len(written)
-        written = there
-    assert len(written) == 8 and not list((tmp_path / "pool").glob(".*"))
-    export_adapters(str(tiny_folder), [HeadMask("L1H3")], str(tmp_path / "again"), "float32")
-    assert read_adapter(tmp_path / "again" / "L1H3") == read_adapter(tmp_path / "pool" / "L1H3")
 
 
 def test_folders_of_other_weights_or_settings_are_not_taken_for_ours(tiny_folder: Path, tmp_path: Path) -> None:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import signal
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,7 +28,6 @@ from lmeval_prune.tasks.prompts import (
     target_of,
     training_documents,
 )
-from tests.kills import killing_after
 
 LENGTH = 12
 
@@ -260,26 +257,6 @@ def test_samples_are_drawn_by_the_seed_and_found_again(
     assert first != other and answers("b", 1) == first
     monkeypatch.setattr(Engine, "decode", lambda *_: pytest.fail("answers were decoded again"))
     assert answers("a", 1) == first  # all from the store, by the key of any evaluation
-
-
-def test_killed_answers_resume_where_they_were(tiny_folder: Path, sums: str, tmp_path: Path, model: Any) -> None:
-    """SIGKILL at several moments; the text in the end is that of an uninterrupted run."""
-    tokenizer = AutoTokenizer.from_pretrained(tiny_folder)
-    sampling = {"sample_temperature": 1.0}
-    whole = own_text(tmp_path / "whole", sums, model, tokenizer, **sampling).of(model)
-    stored = []
-    for moment in (3, 2):
-        child = os.fork()
-        if child == 0:
-            AnswerStore.add = killing_after(moment)(AnswerStore.add)  # type: ignore[method-assign]
-            own_text(tmp_path / "killed", sums, model, tokenizer, **sampling).of(model)
-            os._exit(0)
-        _, status = os.waitpid(child, 0)
-        assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
-        stored.append(len({record["key"] for record in read_answers(tmp_path / "killed")}))
-    assert stored == [3, 5]
-    resumed = own_text(tmp_path / "killed", sums, model, tokenizer, **sampling).of(model)
-    assert resumed.record() == whole.record()
 
 
 def test_answers_that_the_engine_did_not_generate_are_tokenised(

@@ -10,7 +10,7 @@ from shutil import rmtree
 from typing import Any
 
 from lmeval_prune.config import command, resolve_device
-from lmeval_prune.errors import InputError, check_exists
+from lmeval_prune.errors import InputError
 from lmeval_prune.pruners.options import PruneOptions, PruneSettings, TextOptions
 from lmeval_prune.pruners.table import PRUNERS
 
@@ -49,8 +49,6 @@ def importance(
         device: cpu or cuda; default: a GPU if there is one
     """
     text_options = TextOptions(**calibration_options)  # refuses mistakes before torch is imported
-    if text_options.text:
-        check_exists(text_options.text)
     from lmeval_prune.architectures import map_model
     from lmeval_prune.artefacts import check_writable
     from lmeval_prune.checkpoints.loading import skeleton_of, with_weights
@@ -126,8 +124,6 @@ def prune(
     """
     text_options = PruneSettings(**settings)  # refuses mistakes before torch is imported
     pruning = PruneOptions(**{field.name: getattr(text_options, field.name) for field in fields(PruneOptions)})
-    if text_options.text:
-        check_exists(text_options.text)
     from lmeval_prune.architectures import map_model
     from lmeval_prune.artefacts import check_writable
     from lmeval_prune.checkpoints.loading import check_folder, skeleton_of, tokenizer_of, with_weights

@@ -144,10 +144,6 @@ def _language_classes(config: Any) -> list[Any]:
     return [kind for name in _LANGUAGE_AUTO_CLASSES if (kind := auto_model_class(name, config))]
 
 
-def language_auto_class(config: Any) -> Any:
-    return AutoModelForSeq2SeqLM if auto_model_class("AutoModelForSeq2SeqLM", config) else AutoModelForCausalLM
-
-
 def auto_model_class(name: str, config: Any) -> Any:
     """Return the class that transformers' auto class `name` builds for a configuration, or None."""
     model_class = getattr(transformers, name)._model_mapping.get(type(config), None)
@@ -286,7 +282,8 @@ def skeleton(config: Any, auto_class: Any = None, trust_remote_code: bool = Fals
 
 def language_skeleton(config: Any, trust_remote_code: bool = False) -> Any:
     """Build the language model that lm-eval loads on the meta device; raise `InputError` if there is none."""
-    model = skeleton(config, language_auto_class(config), trust_remote_code)
+    is_seq2seq = auto_model_class("AutoModelForSeq2SeqLM", config)
+    model = skeleton(config, AutoModelForSeq2SeqLM if is_seq2seq else AutoModelForCausalLM, trust_remote_code)
     check_language_model(config, model)
     return model
 

@@ -123,7 +123,7 @@ def gguf_architecture(model_map: ModelMap) -> str:
 
     - `llama` needs the same numbers of heads and channels in all layers; `deci` allows different numbers, and layers
       without attention. Both allow biases everywhere and Llama 3's rope factors. Their query and key rows have another
-      order (`interleave_rows`).
+      order.
     - `qwen2` allows only its own biases, and heads · head_dim must equal the hidden size. Any other Qwen2 is written as
       `llama` or `deci`.
     - `qwen3` is the only one that normalises queries and keys.
@@ -251,22 +251,16 @@ def write_gguf_model(
                     renumbered = f"{stack}.{number}{name.removeprefix(gguf_layer.name)}"
             gguf_name = gguf_names.get_name(renumbered, (".weight", ".bias"))
             assert gguf_name, f"llama.cpp's {architecture} has no tensor for {name}"
-            heads = heads_of_rows.get(name.rpartition(".")[0])
-            add_tensor(writer, gguf_name, interleave_rows(tensor, heads) if heads else tensor, dtype)
+            if heads := heads_of_rows.get(name.rpartition(".")[0]):
+                # rope rotates pairs of a head's rows: i and i + d/2 in transformers, 2i and 2i + 1 in llama.cpp's
+                tensor = tensor.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
+            add_tensor(writer, gguf_name, tensor, dtype)
         if rope["rope_type"] == "llama3":
             frequencies = model.model.rotary_emb.inv_freq.to(torch.float64)
             exponents = torch.arange(len(frequencies), dtype=torch.float64) / len(frequencies)
             add_tensor(writer, "rope_freqs.weight", rope["rope_theta"] ** -exponents / frequencies, torch.float32)
         write_gguf(writer)
     return architecture
-
-
-def interleave_rows(rows: Tensor, heads: int) -> Tensor:
-    """Reorder the rows of a query or key projection, shape (heads * d, ...), for llama.cpp's `llama` and `deci`.
-
-    Rope rotates pairs of a head's rows: rows i and i + d/2 in transformers, rows 2i and 2i + 1 in these architectures.
-    """
-    return rows.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
 
 
 def add_tensor(writer: GGUFWriter, name: str, tensor: Tensor, dtype: torch.dtype) -> None:

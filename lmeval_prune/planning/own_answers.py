@@ -124,19 +124,11 @@ class Answerer:
         cut_off, tokens = bool(record.get("cut_off")), list(record.get("tokens") or ())
         if not tokens or not (cut_off or tokens[-1] in (params.eos or ())):
             end = [] if cut_off else [int(self.tokenizer.eos_token_id)]
-            tokens = [*self._tokens_of(lm, text, tokens), *end]
+            # what was generated before a stop text; the text is tokenised if it has no tokens or ends within one
+            heads = (tokens[:count] for count in range(len(tokens), 0, -1))
+            own = next((head for head in heads if lm.tok_decode(head) == text), None)
+            tokens = [*(self.tokenizer.encode(text, add_special_tokens=False) if own is None else own), *end]
         return OwnAnswer(prompt, tuple(tokens), text, cut_off)
-
-    def _tokens_of(self, lm: PrunedHFLM, text: str, generated: list[int]) -> list[int]:
-        """Return the generated tokens of a text before a stop text; tokenise it if it has none or ends within one."""
-        for count in reversed(range(1, len(generated) + 1)):
-            decoded = lm.tok_decode(generated[:count])
-            if decoded == text:
-                return generated[:count]
-            if len(decoded) < len(text):
-                break
-        encoded: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
-        return encoded
 
     def outcomes(self, questions: Sequence[Question], answers: Sequence[OwnAnswer]) -> list[bool]:
         """Return whether each answer is right, by the task's own filter and metric; see `choose_metric`."""

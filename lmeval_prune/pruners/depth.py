@@ -112,6 +112,7 @@ class BlockKl(Pruner):
         """
         model, text, count = model_map.model, self.require_text(text), 0
         totals = dict.fromkeys([part.key for part in parts], 0.0)
+        outputs: dict[nn.Module, Any] = {}  # of the layers for one batch, without what earlier steps removed
         for number, (batch, inputs) in enumerate(text.inputs(model)):
             tokens = batch.counted.bool()
             count += int(tokens.sum())
@@ -121,11 +122,18 @@ class BlockKl(Pruner):
                 with torch.no_grad(), _gathering_tokens(model.get_output_embeddings(), tokens):
                     dense = _log_probabilities(model(**arguments).logits, tokens)
                     shares = dense.exp()
-                    with make_plan(removed, True).applied_to(model, model_map):
-                        outputs = _layer_outputs(model_map, inputs)
+                    with make_plan(removed, True).applied_to(model, model_map), ExitStack() as stack:
+                        for layer in model_map.layers.values():
+                            handle = layer.register_forward_hook(lambda x, _, output: outputs.update({x: output}))
+                            stack.callback(handle.remove)
+                        getattr(model, "base_model", model)(**arguments)
                     for part in parts:
                         plan = make_plan({**removed, part.key: {0}}, True)
-                        with plan.applied_to(model, model_map), _starting_at(part, outputs):
+                        with plan.applied_to(model, model_map), ExitStack() as stack:
+                            for layer, output in outputs.items():  # of layers before the part
+                                if any(module is part.sublayers[0].module for module in layer.modules()):
+                                    break
+                                stack.enter_context(replaced(layer, forward=lambda *_, output=output, **__: output))
                             pruned = _log_probabilities(model(**arguments).logits, tokens)
                         sums[part.key] = (shares * (dense - pruned)).sum(-1).double().sum()
                 if text.work:
@@ -156,24 +164,3 @@ def _log_probabilities(logits: Tensor, tokens: Tensor) -> Tensor:
     """Return the log probabilities of the next token after each token of the mask, (counted tokens, vocabulary)."""
     logits = logits[tokens.to(logits.device)] if logits.shape[:2] == tokens.shape else logits[0]
     return logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
-
-
-def _layer_outputs(model_map: ModelMap, inputs: dict[str, Any]) -> dict[nn.Module, Any]:
-    outputs: dict[nn.Module, Any] = {}
-    with ExitStack() as stack:
-        for layer in model_map.layers.values():
-            handle = layer.register_forward_hook(lambda module, _, output: outputs.__setitem__(module, output))
-            stack.callback(handle.remove)
-        getattr(model_map.model, "base_model", model_map.model)(**inputs, use_cache=False)
-    return outputs
-
-
-@contextmanager
-def _starting_at(part: DepthPart, outputs: dict[nn.Module, Any]) -> Iterator[None]:
-    """Return stored outputs of the layers before a part inside the block, instead of computing them again."""
-    with ExitStack() as stack:
-        for layer, output in outputs.items():
-            if any(module is part.sublayers[0].module for module in layer.modules()):
-                break
-            stack.enter_context(replaced(layer, forward=lambda *_, output=output, **__: output))
-        yield

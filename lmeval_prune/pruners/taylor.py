@@ -7,8 +7,8 @@ equally among its query heads, so that a group's score is the sum over all its w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
@@ -144,7 +144,13 @@ def gradients(
     second = {module: torch.zeros_like(gradient) for module, gradient in first.items()} if squared else {}
     rows = tuple(Batch(*(x[n : n + 1] for x in batch)) for batch in text.batches for n in range(len(batch.ids)))
     read = replace(text, batches=rows) if squared else text
-    with _gradients_of(model, projections), torch.enable_grad():
+    with ExitStack() as stack, torch.enable_grad():
+        weights = {id(module.weight) for module in projections}
+        for parameter in model.parameters():  # gradients of these weights only; the settings are restored
+            stack.callback(parameter.requires_grad_, parameter.requires_grad)
+            stack.callback(setattr, parameter, "grad", parameter.grad)
+            parameter.requires_grad_(id(parameter) in weights)
+            parameter.grad = None
         for batch, inputs in read.inputs(model):
             predicted = _predicted(batch)
             logits = model(**inputs, use_cache=False).logits[:, :-1]
@@ -160,19 +166,6 @@ def gradients(
                     second[module] += (grad / count).square() / len(rows)
                 weight.grad = None
     return first, second
-
-
-@contextmanager
-def _gradients_of(model: nn.Module, modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Compute gradients only of these modules' weights inside the block; restore the model's settings afterwards."""
-    with ExitStack() as stack:
-        weights = {id(module.weight) for module in modules}
-        for parameter in model.parameters():
-            stack.callback(parameter.requires_grad_, parameter.requires_grad)
-            stack.callback(setattr, parameter, "grad", parameter.grad)
-            parameter.requires_grad_(id(parameter) in weights)
-            parameter.grad = None
-        yield
 
 
 def _predicted(batch: Batch) -> Tensor:

@@ -216,9 +216,7 @@ def read_blocks(
         for block in filter(None, (own, cross)):
             other = attention.setdefault((block.stack, block.index), block)
             if other is not block:
-                raise InputError(
-                    f"{other.name} and {block.name} both look like attention layer {block.label} of this model"
-                )
+                raise InputError(f"{other.name} and {block.name} both look like attention layer {block.label}")
         names = family.feed_forward
         # a layer without attention belongs to another tower, e.g. an image encoder, unless the attention was cut out
         if names and (own or has_absent(layer.module)) and (place := _submodule_at(layer, names.block)):
@@ -269,10 +267,7 @@ def _read_attention(layer: Block, path: str | None, family: Family, count: int |
     module, inputs = block.module, in_features(output)
     width = inputs // count if count else attribute_of(module, family.width)
     if not isinstance(width, int) or width <= 0 or inputs % width:
-        raise InputError(
-            f"{block.name}: {inputs} inputs of {family.output} cannot be divided into heads "
-            f"(width {width}, heads {count})"
-        )
+        raise InputError(f"{block.name}: {inputs} inputs cannot be divided into heads (width {width}, heads {count})")
     heads = inputs // width
     query, key = (projection_in(module, name) for name in (family.query, family.key))
     # heads are named by the output's inputs if these are no matrix products

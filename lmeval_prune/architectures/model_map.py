@@ -149,10 +149,8 @@ def map_model(
         family = Family(pattern, attention_name, attention_output)
     attention, feed_forward = read_blocks(model, family, attention_heads)
     if not attention:
-        raise InputError(
-            f"no attention layers found in this {model_type or type(model).__name__} model: no {family.attention!r} "
-            f"with {family.output!r} in modules called {family.layer!r}"
-        )
+        names = f"no {family.attention!r} with {family.output!r} in modules called {family.layer!r}"
+        raise InputError(f"no attention layers found in this {model_type or type(model).__name__} model: {names}")
     return ModelMap(
         model,
         tuple(attention),

@@ -195,15 +195,10 @@ def load_weights(model_class: Any, pretrained: Any, *inputs: Any, **options: Any
     dropped = sorted(key for key in report["unexpected_keys"] if not _UNUSED_TENSORS.search(key))
     for keys, fault in ((report["missing_keys"], "lack"), (_needed(model, dropped), "have additional")):
         if keys:
-            raise InputError(
-                f"the weights of {pretrained} do not fit {type(model).__name__}: they {fault} "
-                f"{first_few(sorted(keys), most=3)}; name their class in `architectures` of config.json, or fetch the "
-                f"model again"
-            )
+            fault = f"they {fault} {first_few(sorted(keys), most=3)}; name their class in config.json's `architectures`"
+            raise InputError(f"the weights of {pretrained} do not fit {type(model).__name__}: {fault}")
     if tensor := nonfinite_tensor(model):
-        raise InputError(
-            f"the weights of {pretrained} are broken: {tensor} has NaN or infinite values; fetch them again"
-        )
+        raise InputError(f"the weights of {pretrained} are broken: {tensor} has NaN or infinite values")
     if dropped:
         _logger.warning("%s leaves out weights of %s: %s", type(model).__name__, pretrained, first_few(dropped, most=3))
     return model.eval()
@@ -307,10 +302,8 @@ def check_language_model(config: Any, language_model: Any) -> None:
 
     has_no_head = model.get_output_embeddings() is None
     if has_no_head and (model is language_model or parameters(model) != parameters(language_model)):
-        raise InputError(
-            f"{getattr(config, '_name_or_path', '') or 'this'} is a {type(model).__name__}, no language model, and "
-            f"lm-eval supports no others; name a language model"
-        )
+        name = getattr(config, "_name_or_path", "") or "this"
+        raise InputError(f"{name} is a {type(model).__name__}, no language model, and lm-eval supports no others")
 
 
 def skeleton_of(pretrained: str, revision: str | None = None) -> Any:
@@ -430,10 +423,8 @@ def check_folder(folder: str | os.PathLike[str], parents: Collection[str] = (), 
     digests = {name: content_digest(folder / name) for name in manifest["files"] if (folder / name).is_file()}
     known = {name for name, digest in digests.items() if digest == manifest["files"][name]}
     if foreign := sorted(set(_files(folder)) - known):
-        raise InputError(
-            f"{folder} holds files that do not belong to a checkpoint of lmeval-prune, or have changed "
-            f"({first_few(foreign, most=3)}), which would be lost; name another folder"
-        )
+        found = first_few(foreign, most=3)
+        raise InputError(f"{folder} holds files of others, or that have changed ({found}); name another folder")
 
 
 def _copy_companions(source: str, folder: Path, revision: str | None) -> None:

@@ -65,8 +65,8 @@ def export_adapters(
     kinds = {type(layer.o_proj).__name__ for layer in map_model(skeleton).attention}
     if is_quantised(skeleton) or not kinds <= PLAIN_LINEAR_CLASSES:
         raise InputError(
-            f"an adapter cannot cancel columns of {', '.join(sorted(kinds))} exactly, or of quantised weights; "
-            f"give plain weights as --pretrained, and {pretrained} as --served"
+            f"an adapter is not exact for {', '.join(kinds)} or quantised weights; give plain ones as --pretrained, "
+            f"and {pretrained} as --served"
         )
     model_map = map_model(with_weights(skeleton, pretrained, revision))
     kind = SERVER_DTYPES[dtype] if dtype else weight_of(model_map.attention[0].o_proj).dtype
@@ -150,10 +150,7 @@ def _check_gguf_weights(path: Path, layers: Iterable[AttentionLayer], dtype: tor
         is_same = values is not None and torch.equal(values, weight.float())
         # ggml rounds a layer's input to the type of its weights: the adapter, of another one, would leave a rest
         if stored is None or not is_same or stored.tensor_type != GGUF_TYPES[weight.dtype]:
-            raise InputError(
-                f"{path} has other weights in {name}, or of another type, than the adapters: they would not "
-                f"prune it; name its own file: `lmeval-prune export model --format gguf` writes it"
-            )
+            raise InputError(f"{path} has other weights in {name}, or of another type, than the adapters")
 
 
 def _write_gguf(folder: Path, architecture: str, name: str, updates: Sequence[Update], dtype: torch.dtype) -> None:

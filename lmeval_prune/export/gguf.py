@@ -136,9 +136,7 @@ def gguf_architecture(model_map: ModelMap) -> str:
     has_biases = any(not (family == "qwen2" and name.endswith(_QWEN2_BIASES)) for name in biases)
     is_stock = is_uniform and not has_biases and rope_of(config)["rope_type"] != "llama3"
     if family == "qwen3" and not is_stock:
-        raise InputError(
-            "llama.cpp's qwen3 supports neither layers that differ nor biases nor llama3's rope; write a checkpoint"
-        )
+        raise InputError("llama.cpp's qwen3 has no layers that differ, biases or llama3's rope; write a checkpoint")
     first = model_map.attention[0]
     if family == "qwen3" or (family == "qwen2" and is_stock and first.heads * first.head_dim == config.hidden_size):
         return family
@@ -305,9 +303,7 @@ def add_tokenizer(
     others = [x for x in ends if x != numbers["eos"] and tokenizer.convert_ids_to_tokens(x) not in END_TEXTS]
     names = ("eos", "eot", "eom") if numbers["eos"] is None else ("eot", "eom")
     if len(others) > len(names):
-        raise InputError(
-            f"llama.cpp has names for {len(names)} of the end tokens {others}; remove some of eos_token_id"
-        )
+        raise InputError(f"llama.cpp has {len(names)} names for the end tokens {others}; remove some of eos_token_id")
     for name, number in {**numbers, **dict(zip(names, others, strict=False))}.items():
         if number is not None:
             getattr(writer, f"add_{name}_token_id")(number)
@@ -346,10 +342,7 @@ def check_tokenizer(tokenizer: Any, splitting: str | None = None) -> tuple[dict[
         raise InputError("the pre-tokenizer is not recognised; name that of llama-vocab.cpp by --splitting")
     rule, ignores_merges = RULE_OF_STEPS[known], bool(description["model"].get("ignore_merges"))
     if ignores_merges != (rule in IGNORING_MERGES):
-        raise InputError(
-            f"the tokenizer has ignore_merges {str(ignores_merges).lower()}, and llama.cpp's {rule} the opposite; "
-            f"name another rule by --splitting"
-        )
+        raise InputError(f"the tokenizer and llama.cpp's {rule} differ in ignore_merges; name another --splitting")
     return description, rule
 
 

@@ -143,10 +143,7 @@ def prune(
             stored_options = {name: value for name, value in about.items() if name in names}
             identity = make_pruner(about["method"], stored_options).identity
             if method or options or any(identity.get(key) != about.get(key) for key in ("class", "version")):
-                raise InputError(
-                    f"{scores} has scores of {about['method']} with its own options and version; leave out --method "
-                    f"and --options, or score again"
-                )
+                raise InputError(f"{scores} has scores of another method or version; leave out --method or score again")
             method, options = about["method"], stored_options
     elif not method and ffn_method and pruning.kinds == ("channels",):
         method, options = ffn_method, ffn_options

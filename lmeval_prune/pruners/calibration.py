@@ -223,13 +223,9 @@ def read_calibration(tokenizer: Any, options: TextOptions) -> CalibrationText:
     every = _windows(ids, tokens, before, after)
     rows, unread = every[:windows], every[windows : windows + UNREAD]
     if not rows:
-        raise InputError(
-            f"the calibration text ({name}) has {len(ids)} tokens, less than a window of {tokens}; give fewer --tokens"
-        )
+        raise InputError(f"the calibration text ({name}) has only {len(ids)} tokens; give fewer --tokens")
     if len(rows) < windows:
-        logger.warning(
-            "the calibration text (%s) gives %d of %d windows of %d tokens", name, len(rows), windows, tokens
-        )
+        logger.warning("the calibration text (%s) gives %d of %d windows", name, len(rows), windows)
     special = {"before": tokenizer.convert_ids_to_tokens(before), "after": tokenizer.convert_ids_to_tokens(after)}
     tokenisation = {"special_tokens": special, "apply_chat_template": chat}
     fields: dict[str, Any] = {"tokenisation": tokenisation, "unread": unread}

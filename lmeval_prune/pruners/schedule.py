@@ -285,10 +285,8 @@ def resolve_options(
         or unit == "balanced"
         or options.allocation not in ("uniform", "log")
     ):
-        raise InputError(
-            "a method that prunes layer by layer takes no --steps, --scores, --ffn_method, --budget heads, balanced "
-            "units or global allocation"
-        )
+        others = "--steps, --scores, --ffn_method, --budget heads, balanced units or global allocation"
+        raise InputError(f"a method that prunes layer by layer takes no {others}")
     if counts_parameters and unit == "head" and HEADS in options.kinds and has_groups:
         raise InputError("a single head of a group has no share of the parameters; give --unit group or --budget heads")
     for kind in options.kinds:

@@ -144,10 +144,7 @@ def check_cuttable(model_map: ModelMap, heads: bool) -> None:
         except Exception as error:  # model classes raise errors of any type
             is_same, reason = False, f"does not run ({first_line(error)})"
         if not is_same:
-            raise InputError(
-                f"this {model_map.model_type} model cannot be cut: a tiny random model of its class {reason} when cut; "
-                f"evaluate the plan by plan=FILE"
-            )
+            raise InputError(f"a tiny {model_map.model_type} model {reason} when cut; evaluate the plan by plan=FILE")
 
 
 def _cut_fitted(model_map: ModelMap, plan: Plan, keep_shapes: bool) -> Cut:
@@ -159,10 +156,7 @@ def _cut_fitted(model_map: ModelMap, plan: Plan, keep_shapes: bool) -> Cut:
             if not reason:
                 break
     if reason:
-        raise InputError(
-            f"this {model_map.model_type} model without these blocks {reason}; keep its first layer, or evaluate the "
-            f"plan by plan=FILE"
-        )
+        raise InputError(f"this model without these blocks {reason}; keep its first layer, or evaluate by plan=FILE")
     notes = [note] if note else []
     fillers = {heads.layer.label: list(heads.fillers) for heads in kept.heads if heads.fillers}
     count = sum(map(len, fillers.values()))

@@ -45,9 +45,7 @@ from lmeval_prune.surgery.card import write_checkpoint_card
 from lmeval_prune.surgery.kept import Kept, is_inside
 from lmeval_prune.surgery.model_class import models_with
 
-# Attributes of a cut model in memory: its stages, and the questions that it was trained and validated on.
-_STAGES = "_lmeval_prune_stages"
-_QUESTIONS = "_lmeval_prune_questions"
+_HISTORY = "_lmeval_prune_history"  # attribute of a cut model in memory: its stages, and what it was trained on
 
 
 @dataclass(frozen=True)
@@ -188,15 +186,13 @@ def _cut_fitted(model_map: ModelMap, plan: Plan, keep_shapes: bool) -> Cut:
         staying = [x.label for x in layers_in(model_map.model, family) if x.name not in kept.layers]
         after = [x.label for x in layers_in(smaller, family)]
         stage["kept_layers"] = dict(zip(after if len(after) == len(staying) else staying, staying, strict=True))
-    earlier = {} if hasattr(model_map.model, _STAGES) else manifest_of(model_map.model) or {}
-    stages = [*getattr(model_map.model, _STAGES, earlier.get("stages", [])), stage]
-    stored_questions = {name: earlier[name] for name in ("trained_on", "validated_on") if name in earlier}
-    questions = getattr(model_map.model, _QUESTIONS, stored_questions)
-    setattr(smaller, _STAGES, stages)
-    setattr(smaller, _QUESTIONS, questions)
+    earlier = getattr(model_map.model, _HISTORY, None) or manifest_of(model_map.model) or {}
+    questions = {name: earlier[name] for name in ("trained_on", "validated_on") if name in earlier}
+    history = {"stages": [*earlier.get("stages", []), stage], **questions}
+    setattr(smaller, _HISTORY, history)
     weights = loadable_fingerprints(smaller, weights_fingerprint(smaller))
     about = {"class": type(smaller).__name__, "weights": weights, "notes": notes, "about_class": note}
-    return Cut(smaller, {**about, "stages": stages, **questions}, plan, model_map)
+    return Cut(smaller, {**about, **history}, plan, model_map)
 
 
 def _kept_tensors(model_map: ModelMap, plan: Plan, kept: Kept) -> dict[str, Tensor]:

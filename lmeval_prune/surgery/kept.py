@@ -89,10 +89,7 @@ class Kept:
 
     @classmethod
     def of(cls, model_map: ModelMap, plan: Plan, keep_shapes: bool = False) -> Kept:
-        """Remove what a plan removes; with `keep_shapes`, zero weights instead.
-
-        A block that loses all its heads or channels is removed, unless its output projection has a bias.
-        """
+        """Remove what a plan removes, and blocks that lose all and have no bias; with `keep_shapes`, zero weights."""
         pruned_heads = {layer.label: numbers for layer, numbers in plan.heads_by_layer(model_map)}
         pruned_channels = {block.label: set(numbers) for block, numbers in plan.channels_by_layer(model_map)}
         removed = list(plan.sublayers(model_map))

@@ -37,21 +37,14 @@ T = TypeVar("T")
 
 @dataclass(eq=False, repr=False)
 class ModelMap:
-    """Location of every head and channel in a live model; `map_model` builds it.
-
-    Attributes:
-        attention: attention layers, in order.
-        model_type, name, revision: from the model's configuration.
-        feed_forward: dense feed-forward blocks of these layers, in order. Mixture-of-experts layers, and families
-            that a user describes by hand, have none.
-    """
+    """Location of every head and channel in a live model; `map_model` builds it."""
 
     model: Any
-    attention: tuple[AttentionLayer, ...]
-    model_type: str
+    attention: tuple[AttentionLayer, ...]  # in order
+    model_type: str  # this, name and revision are those of the configuration
     name: str
     revision: str
-    feed_forward: tuple[FeedForward, ...] = ()
+    feed_forward: tuple[FeedForward, ...] = ()  # dense ones, in order; none of experts, nor of a described family
     _results: dict[Any, Any] = field(default_factory=dict, init=False)
     _fingerprint: tuple[Any, str | None] | None = field(default=None, init=False)  # and `weight_writes`
 

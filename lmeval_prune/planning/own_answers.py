@@ -29,17 +29,11 @@ logger = logging.getLogger(__name__)
 
 
 class Question(NamedTuple):
-    """A training question.
+    """A training question."""
 
-    Attributes:
-        number: of its document; samples are drawn by it.
-        document: document of the task.
-        prompt: lm-eval's prompt.
-    """
-
-    number: int
+    number: int  # of its document; samples are drawn by it
     document: Mapping[str, Any]
-    prompt: str
+    prompt: str  # lm-eval's
 
 
 class OwnAnswer(NamedTuple):
@@ -53,27 +47,16 @@ class OwnAnswer(NamedTuple):
 
 @dataclass(frozen=True)
 class Answerer:
-    """Asks models the questions of a task, or prompts of none.
+    """Asks models the questions of a task, or prompts of none."""
 
-    Attributes:
-        task: a loaded generative task; None: prompts of no task, which have a `source`.
-        tokenizer: of the models.
-        responses: folder of the answer store.
-        temperature: 0 for greedy answers.
-        max_gen_toks: tokens of an answer at most; None: the task's.
-        seed: of sampled answers.
-        add_bos_token: as lm-eval's model_arg.
-        source: what the questions are of, for messages and random numbers; default: the task.
-    """
-
-    task: Any
+    task: Any  # loaded, generative; None: prompts of no task, which have a `source`
     tokenizer: Any
-    responses: Path
-    temperature: float = 0.0
-    max_gen_toks: int | None = None
-    seed: int = 0
-    add_bos_token: bool | None = None
-    source: str | None = None
+    responses: Path  # folder of the answer store
+    temperature: float = 0.0  # 0: greedy answers
+    max_gen_toks: int | None = None  # tokens of an answer at most; None: the task's
+    seed: int = 0  # of sampled answers
+    add_bos_token: bool | None = None  # as lm-eval's model_arg
+    source: str | None = None  # what the questions are of, for messages and random numbers; None: the task
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -143,10 +126,9 @@ class Answerer:
 def text_source(
     skeleton: Any, tokenizer: Any, options: TextOptions, responses: Path
 ) -> Callable[[Any], tuple[CalibrationText, Renew | None]]:
-    """Return a function that gives a model with its weights its text, and the function that renews the text.
+    """Return a function that gives a model with its weights its text, and the function that renews it, if any does.
 
-    Without a renewal all steps read the same. `InputError` if the skeleton, a model perhaps without weights, cannot
-    read or answer.
+    `InputError` if the skeleton, a model perhaps without weights, cannot read or answer.
     """
     if options.calibrate_on == "own":
         own = OwnText(skeleton, tokenizer, options, responses)
@@ -157,14 +139,7 @@ def text_source(
 
 
 class OwnText:
-    """Calibration text of a model's own answers to training questions of a task.
-
-    Args:
-        skeleton: the model, perhaps without weights.
-        tokenizer: of the model.
-        options: task, number of questions, sampling.
-        responses: folder of the answer store.
-    """
+    """Calibration text of a model's own answers to training questions of a task; the skeleton may have no weights."""
 
     def __init__(self, skeleton: Any, tokenizer: Any, options: TextOptions, responses: Path) -> None:
         if not (model_map := map_model(skeleton)).predicts_next_token:

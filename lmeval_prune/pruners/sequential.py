@@ -38,27 +38,19 @@ Select = Callable[[Part, Moments, Tensor | None], set[int]]
 
 @dataclass(frozen=True)
 class SequentialPruner(Pruner):
-    """Base class of methods that score a projection's units with earlier layers already pruned.
-
-    Attributes:
-        needs_second: (class) scores need the mean of x·xᵀ.
-        remeasure_down: (class) measure the inputs of the down projection again after the layer's heads are removed.
-    """
+    """Base class of methods that score a projection's units with earlier layers already pruned."""
 
     reads_text: ClassVar[bool] = True
     allocation: ClassVar[str] = "uniform"
-    needs_second: ClassVar[bool] = False
-    remeasure_down: ClassVar[bool] = False
+    needs_second: ClassVar[bool] = False  # scores need the mean of x·xᵀ
+    remeasure_down: ClassVar[bool] = False  # measure inputs of the down projection after the layer's heads are removed
 
     @abstractmethod
     def unit_scores(self, weight: Tensor, moments: Moments, second: Tensor | None, units: Units) -> Tensor:
-        """Score each unit of a projection before any of them is removed.
+        """Score each unit of a projection, given by its input columns, before any of them is removed.
 
-        Args:
-            weight: (outputs, inputs), in float64.
-            moments: moments of the inputs.
-            second: with `needs_second`, the damped mean of x·xᵀ, (inputs, inputs).
-            units: input columns of each unit.
+        `weight` is (outputs, inputs), in float64, and `second`, with `needs_second`, the damped mean of x·xᵀ over the
+        inputs, whose moments are given, too.
         """
 
     def select(self, weight: Tensor, moments: Moments, second: Tensor | None, units: Units, count: int) -> list[int]:

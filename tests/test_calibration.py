@@ -8,7 +8,6 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,7 +20,7 @@ from lmeval_prune import InputError, map_model
 from lmeval_prune.planning.own_answers import OwnText
 from lmeval_prune.pruners import attention_statistics, calibration
 from lmeval_prune.pruners.base import PRUNERS, Scores, make_pruner
-from lmeval_prune.pruners.calibration import _written, encode, read_calibration
+from lmeval_prune.pruners.calibration import encode, read_calibration
 from lmeval_prune.pruners.options import TextOptions
 from lmeval_prune.pruners.parts import HEADS, KINDS, parts_of
 from tests.test_pruners import text_of
@@ -257,17 +256,3 @@ def test_calibration_does_not_run_the_output_head_of_a_wrapped_model() -> None:
         model.get_output_embeddings().register_forward_pre_hook(refuse)
         model_map = map_model(model)
         assert make_pruner("norm_entropy", {}).scores(model_map, text_of(), parts_of(model_map), {}).values
-
-
-def test_the_label_of_a_choice_is_no_solution() -> None:
-    """With a chat template and without, calibration reads the text of the right choice."""
-    choices = {"doc_to_choice": ["a dog", "a cat"]}
-    task = SimpleNamespace(
-        doc_to_text=lambda _: "Which?",
-        doc_to_target=lambda _: 1,
-        doc_to_choice=lambda _: choices["doc_to_choice"],
-        get_config=choices.get,
-    )
-    assert _written(task, {"question": "Which?", "answer": "B"}) == "Which? a cat\n\n"
-    choices.clear()
-    assert _written(task, {"question": "Which?", "answer": "B"}) == "Question: Which?\nAnswer: B\n\n"

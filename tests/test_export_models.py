@@ -260,35 +260,6 @@ def test_a_gguf_file_computes_the_plan(
     assert settings["context_length"] == changes.get("sliding_window", 128)
 
 
-def literal_rows(rows: torch.Tensor, heads: int) -> torch.Tensor:
-    """Put the rows of queries or keys back, row by row."""
-    result, width = torch.empty_like(rows), len(rows) // heads
-    for head in range(heads):
-        for i in range(width // 2):
-            result[head * width + i] = rows[head * width + 2 * i]
-            result[head * width + width // 2 + i] = rows[head * width + 2 * i + 1]
-    return result
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_a_gguf_file_has_every_array(dtype: str, tmp_path: Path) -> None:
-    model = stored("llama", tmp_path / "model", dtype=torch.float32, attention_bias=True)
-    smaller = cut(model, Plan("L0H0-1")).model
-    kind = getattr(torch, dtype)
-    write_gguf_model(tmp_path / "model.gguf", smaller, {"notes": ["so"]}, dtype=kind)
-    settings, arrays = read(tmp_path / "model.gguf")
-    assert settings["attention.head_count"] == [2, 4] and settings["attention.head_count_kv"] == [1, 2]
-    assert settings["feed_forward_length"] == 48 and json.loads(settings["lmeval_prune.manifest"]) == {"notes": ["so"]}
-    places = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, 2)
-    for name, value in smaller.state_dict().items():
-        module, _, what = name.rpartition(".")
-        own = arrays.pop(f"{places.get_name(module)}.{what}")
-        if module.endswith(("q_proj", "k_proj")):
-            own = literal_rows(own, len(own) // 8)
-        assert torch.equal(own, (value.to(kind) if value.dim() > 1 else value).float()), name
-    assert not arrays
-
-
 # --------------------------------------------------------------------------- tokenizers
 
 

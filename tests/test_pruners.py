@@ -425,17 +425,6 @@ def test_what_makes_up_for_a_step_goes_with_the_plan_and_counts_in_the_next_one(
     assert plans[1].compensation.keys() == plans[0].compensation.keys()
 
 
-def test_scores_at_hand_are_used_and_what_is_not_is_computed() -> None:
-    model_map = map_model(tiny("llama"))
-    heads = {f"heads.{label}": torch.tensor([0.0, 3, 2, 1]) for label in ("L0", "L1")}
-    (plan,) = stages(NormEntropy(), model_map, by_heads(0.25, ffn_ratio=0.25), None, RandomScores(3), heads)
-    assert plan.heads == ("L0H0", "L1H0")
-    expected = next(stages(RandomScores(3), model_map, by_heads(ffn_ratio=0.25)))
-    assert plan.channels == expected.channels
-    with pytest.raises(InputError, match="needs a calibration text"):  # a second step scores anew
-        list(stages(NormEntropy(), model_map, by_heads(0.5, steps=2), None, scores=heads))
-
-
 @pytest.mark.parametrize("name", WIDTH)
 def test_every_method_scores_blocks_that_read_tokens_without_rows(name: str) -> None:
     """OPT's feed-forward blocks read (rows · tokens, columns); padding does not change the scores."""

@@ -70,10 +70,8 @@ def export_adapters(
         )
     model_map = map_model(with_weights(skeleton, pretrained, revision))
     kind = SERVER_DTYPES[dtype] if dtype else weight_of(model_map.attention[0].o_proj).dtype
-    pools = []
-    for mask in masks:
-        heads = mask.fit_to(model_map).heads
-        pools.append((heads, HeadMask(heads, allow_empty_layer=True).by_layer(model_map)))
+    names = dict.fromkeys(mask.fit_to(model_map).heads for mask in masks)
+    pools = [(heads, HeadMask(heads, allow_empty_layer=True).by_layer(model_map)) for heads in names]
     pools.sort(key=lambda pool: [layer.index for layer, _ in pool[1]])
     pruned = [pair for _, pairs in pools for pair in pairs]
     if format == "gguf":
@@ -90,6 +88,54 @@ def export_adapters(
     }
     settings = {"format": format, "dtype": str(kind).removeprefix("torch."), "base": base}
     written = 0
+
+    def write(folder: Path, own: dict[str, Any], updates: Sequence[Update]) -> None:
+        parts = [(x, part, tensor) for x in updates for part, tensor in (("a", x.lora_a), ("b", x.lora_b))]
+        model = model_map.model
+        if format == "gguf":
+            writer = GGUFWriter(str(folder / "adapter.gguf"), gguf_architecture(model_map))
+            writer.add_type("adapter")
+            writer.add_name(own["name"])
+            writer.add_string("adapter.type", "lora")
+            writer.add_float32("adapter.lora.alpha", float(rank))
+            for update, part, tensor in parts:
+                add_tensor(writer, f"blk.{update.layer}.attn_output.weight.lora_{part}", tensor, kind)
+            write_gguf(writer)
+        else:
+            prefix = "base_model.model."
+            tensors = {f"{prefix}{x.module}.lora_{part.upper()}.weight": y.contiguous() for x, part, y in parts}
+            write_bytes(folder / "adapter_model.safetensors", save(tensors, {"format": "pt"}))
+            task = "CAUSAL_LM" if model.can_generate() else "FEATURE_EXTRACTION"
+            config = {
+                "peft_type": "LORA",
+                "task_type": "SEQ_2_SEQ_LM" if model.config.is_encoder_decoder else task,
+                "base_model_name_or_path": name_or_file,
+                "r": rank,
+                "lora_alpha": rank,
+                "target_modules": [update.module for update in updates],
+                "fan_in_fan_out": is_transposed(model_map.attention[0].o_proj),
+                "inference_mode": True,
+            }
+            write_bytes(folder / "adapter_config.json", f"{json.dumps(config, indent=2)}\n".encode())
+        columns = {update.module: update.lora_b[:, : update.columns] for update in updates}
+        modules = {update.module: update.heads for update in updates}
+        content = {
+            **own,
+            "rank": rank,
+            "hash": digest([tensors_digest(columns), modules, own["dtype"]]),
+            "modules": modules,
+            "files": {file.name: content_digest(file) for file in sorted(folder.iterdir())},
+        }
+        write_artefact(folder / MANIFEST, SCHEMA, VERSION, content)
+        known, loader = embedded.name_of(pretrained), auto_class(model)
+        shown_name, pipeline = known or shown(pretrained), PIPELINES.get(loader.removeprefix("AutoModel"))
+        removed = [f"attention heads {'+'.join(own['heads'])}, by a LoRA update of rank {rank}"]
+        write_card(
+            folder / CARD, own["name"], (pretrained, revision), format, ["lora", "pruned"], removed, pipeline,
+            auto_class="" if known else loader, dtype=own["dtype"], pretrained=shown_name,
+            pretrained_quoted=Markup(shlex.quote(shown_name)), is_adapter=True,
+        )  # fmt: skip
+
     with output_lock(Path(output)):
         for heads, layers in pools:
             name = adapter_name(heads)
@@ -97,11 +143,7 @@ def export_adapters(
             if not folder.exists():
                 updates = _updates(model_map, layers, kind, rank)
                 with new_folder(folder) as temporary:
-                    if format == "gguf":
-                        _write_gguf(temporary, gguf_architecture(model_map), name, updates, kind)
-                    else:
-                        _write_peft(temporary, model_map, name_or_file, updates)
-                    _describe(temporary, model_map, (pretrained, revision), {**own, "rank": rank}, updates)
+                    write(temporary, own, updates)
                 written += 1
                 print(folder, flush=True)
                 continue
@@ -151,60 +193,3 @@ def _check_gguf_weights(path: Path, layers: Iterable[AttentionLayer], dtype: tor
         # ggml rounds a layer's input to the type of its weights: the adapter, of another one, would leave a rest
         if stored is None or not is_same or stored.tensor_type != GGUF_TYPES[weight.dtype]:
             raise InputError(f"{path} has other weights in {name}, or of another type, than the adapters")
-
-
-def _write_gguf(folder: Path, architecture: str, name: str, updates: Sequence[Update], dtype: torch.dtype) -> None:
-    writer = GGUFWriter(str(folder / "adapter.gguf"), architecture)
-    writer.add_type("adapter")
-    writer.add_name(name)
-    writer.add_string("adapter.type", "lora")
-    writer.add_float32("adapter.lora.alpha", float(len(updates[0].lora_a)))
-    for update in updates:
-        for part, tensor in (("a", update.lora_a), ("b", update.lora_b)):
-            add_tensor(writer, f"blk.{update.layer}.attn_output.weight.lora_{part}", tensor, dtype)
-    write_gguf(writer)
-
-
-def _write_peft(folder: Path, model_map: ModelMap, served: str, updates: Sequence[Update]) -> None:
-    tensors = {
-        f"base_model.model.{update.module}.lora_{part}.weight": tensor.contiguous()
-        for update in updates
-        for part, tensor in (("A", update.lora_a), ("B", update.lora_b))
-    }
-    write_bytes(folder / "adapter_model.safetensors", save(tensors, {"format": "pt"}))
-    model, rank = model_map.model, len(updates[0].lora_a)
-    task = "CAUSAL_LM" if model.can_generate() else "FEATURE_EXTRACTION"
-    config = {
-        "peft_type": "LORA",
-        "task_type": "SEQ_2_SEQ_LM" if model.config.is_encoder_decoder else task,
-        "base_model_name_or_path": served,
-        "r": rank,
-        "lora_alpha": rank,
-        "target_modules": [update.module for update in updates],
-        "fan_in_fan_out": is_transposed(model_map.attention[0].o_proj),
-        "inference_mode": True,
-    }
-    write_bytes(folder / "adapter_config.json", f"{json.dumps(config, indent=2)}\n".encode())
-
-
-def _describe(
-    folder: Path, model_map: ModelMap, origin: tuple[str, str | None], own: dict[str, Any], updates: Sequence[Update]
-) -> None:
-    """Write manifest and card of an adapter."""
-    columns = {update.module: update.lora_b[:, : update.columns] for update in updates}
-    modules = {update.module: update.heads for update in updates}
-    content = {
-        **own,
-        "hash": digest([tensors_digest(columns), modules, own["dtype"]]),
-        "modules": modules,
-        "files": {file.name: content_digest(file) for file in sorted(folder.iterdir())},
-    }
-    write_artefact(folder / MANIFEST, SCHEMA, VERSION, content)
-    known, loader = embedded.name_of(origin[0]), auto_class(model_map.model)
-    pretrained, pipeline = known or shown(origin[0]), PIPELINES.get(loader.removeprefix("AutoModel"))
-    removed = [f"attention heads {'+'.join(own['heads'])}, by a LoRA update of rank {own['rank']}"]
-    write_card(
-        folder / CARD, own["name"], origin, own["format"], ["lora", "pruned"], removed, pipeline,
-        auto_class="" if known else loader, dtype=own["dtype"], pretrained=pretrained,
-        pretrained_quoted=Markup(shlex.quote(pretrained)), is_adapter=True,
-    )  # fmt: skip

@@ -133,7 +133,7 @@ def text_source(
     if options.calibrate_on == "own":
         own = OwnText(skeleton, tokenizer, options, responses)
         return lambda model: (own.of(model), own.renewed(model))
-    check_length(skeleton, options.window)
+    check_length(skeleton, options.tokens)
     text = read_calibration(tokenizer, options)
     return lambda model: (text, None)
 

@@ -201,7 +201,7 @@ def read_calibration(tokenizer: Any, options: TextOptions) -> CalibrationText:
 
     They are shuffled and concatenated. The result is cut into windows, and each gets the special tokens of a prompt.
     """
-    windows, tokens, chat = options.windows, options.window, options.apply_chat_template
+    windows, tokens, chat = options.windows, options.tokens, options.apply_chat_template
     if options.text is None:
         loaded, pieces = training_documents(str(options.task))
         to_text: Callable[[Any], str] = partial(_written, loaded, chat=tokenizer if chat else None)

@@ -14,7 +14,6 @@ Allocation = Literal["global", "uniform", "joint", "standardised", "log", "flap_
 Parts = Literal["both", "heads", "channels", "layers", "blocks", "attention", "feed_forward"]
 Unit = Literal["head", "group", "balanced"]
 Compensation = Literal["none", "bias", "least_squares"]
-WINDOW = 128  # tokens per calibration window
 
 
 @dataclass(frozen=True)
@@ -123,7 +122,7 @@ class TextOptions(Settings):
         task: calibration text: training split of this task, e.g. prune_gsm8k
         text: calibration text: this file; of a .jsonl file the field `text` of each line
         windows: number of windows of calibration text; of own answers: number of questions
-        tokens: tokens per calibration window, special tokens included (default: 128); not for own answers
+        tokens: tokens per calibration window, special tokens included; not for own answers
         batch: calibration windows per forward pass
         seed: seed of the order in which the text is read, and of sampled answers
         apply_chat_template: write calibration problems as user turns and their answers as assistant turns, like
@@ -140,7 +139,7 @@ class TextOptions(Settings):
     task: str | None = None
     text: str | None = None
     windows: Count = 128
-    tokens: Annotated[int, Ge(2)] | None = None
+    tokens: Annotated[int, Ge(2)] = 128
     batch: Count = 8
     seed: Seed = 0
     apply_chat_template: bool = False
@@ -154,10 +153,6 @@ class TextOptions(Settings):
     @property
     def has_text(self) -> bool:
         return bool(self.task or self.text)
-
-    @property
-    def window(self) -> int:
-        return self.tokens or WINDOW
 
 
 @dataclass(frozen=True)

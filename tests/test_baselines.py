@@ -30,7 +30,7 @@ from lmeval_prune.pruners.parts import Part, parts_of
 from lmeval_prune.pruners.schedule import resolve_options, stages
 from lmeval_prune.pruners.sequential import LayerwisePruning, Removal
 from lmeval_prune.pruners.slimgpt import SlimGpt, WandaSp, eliminated
-from lmeval_prune.pruners.taylor import LlmPruner, gradients, projections_of, structure_sums
+from lmeval_prune.pruners.taylor import gradients, projections_of, structure_sums
 from lmeval_prune.surgery.cut import cut
 from tests.test_pruners import text_of
 from tests.tiny_models import output, tiny, tokens
@@ -115,19 +115,12 @@ def test_flap_scores_are_variance_times_squared_norms() -> None:
     model_map, text = map_model(tiny("llama")), text_of()
     inputs = inputs_of(model_map, text)
     layer, block = model_map.attention[1], model_map.feed_forward[0]
-    for metric in ("wifv", "ifv", "wifn"):
-        scores = scored(Flap(metric=metric), model_map, text)
-        for weight, x, actual in (
-            (layer.o_proj.weight.data, inputs["L1.o_proj"], scores["heads.L1"].flatten()),
-            (block.down.weight.data, inputs["L0.down"], scores["channels.L0"]),
-        ):
-            variance = x.var(0, correction=0)
-            expected = {
-                "wifv": variance * (weight**2).sum(0),
-                "ifv": variance,
-                "wifn": weight.abs().mean(0) * x.square().mean(0).sqrt(),
-            }[metric]
-            torch.testing.assert_close(actual, expected)
+    scores = scored(Flap(), model_map, text)
+    for weight, x, actual in (
+        (layer.o_proj.weight.data, inputs["L1.o_proj"], scores["heads.L1"].flatten()),
+        (block.down.weight.data, inputs["L0.down"], scores["channels.L0"]),
+    ):
+        torch.testing.assert_close(actual, x.var(0, correction=0) * (weight**2).sum(0))
 
 
 def test_flap_reference_scores_as_its_code_does() -> None:
@@ -218,7 +211,7 @@ def test_taylor_scores_are_finite_differences(family: str) -> None:
     model, text = tiny(family), text_of(rows=4)
     model_map = map_model(model)
     parts = parts_of(model_map)
-    first, _ = gradients(model_map, text, projections_of(parts))
+    first = gradients(model_map, text, projections_of(parts))
     terms = {module: weight_of(module) * value for module, value in first.items()}
     more, less = (structure_sums(parts, lambda m, by=by: (by * terms[m]).clamp(min=0)) for by in (1, -1))
     sums = {key: more[key] - less[key] for key in more}
@@ -251,32 +244,6 @@ def test_taylor_scores_are_finite_differences(family: str) -> None:
         slope = (scaled(1 + step, None, channel) - scaled(1 - step, None, channel)) / (2 * step)
         assert float(sums["channels.L0"][channel]) == pytest.approx(slope, rel=1e-3, abs=2e-4)
     assert block.channels and all(not p.requires_grad or p.grad is None for p in model.parameters())
-
-
-def test_taylor_scores_by_their_formulas() -> None:
-    """Σ|S|, Σ|½W²Ĥ|, Σ|S − ½W²Ĥ| and |ΣS| of rows and columns, of one channel written out."""
-    model, text = tiny("llama"), whole(rows=3)
-    model_map = map_model(model)
-    block = model_map.feed_forward[1]
-    lines = [(block.gate, 0), (block.up, 0), (block.down, 1)]
-    grads: list[dict[Any, torch.Tensor]] = []
-    for ids in text.batches[0].ids:
-        model.zero_grad()
-        model(ids[None], labels=ids[None]).loss.backward()
-        grads.append({module: module.weight.grad.clone() for module, _ in lines})
-    model.zero_grad()
-    expected = dict.fromkeys(("first", "second", "mix", "vectorize"), 0.0)
-    for module, axis in lines:
-        weight = module.weight.data.select(axis, 5)
-        first = weight * sum(item[module].select(axis, 5) for item in grads) / 3
-        second = weight**2 * sum(item[module].select(axis, 5) ** 2 for item in grads) / 3
-        expected["first"] += float(first.abs().sum())
-        expected["second"] += float(second.abs().sum()) / 2
-        expected["mix"] += float((first - second / 2).abs().sum())
-        expected["vectorize"] += float(first.sum().abs())
-    for importance, value in expected.items():
-        actual = scored(LlmPruner(importance), model_map, text)["channels.L1"][5]
-        assert float(actual) == pytest.approx(value, rel=1e-5)  # transformers' loss is in float32
 
 
 # --------------------------------------------------------------------------- compensation
@@ -661,7 +628,7 @@ def test_scores_at_hand_are_not_mixed_with_other_settings(tiny_folder: Path, tmp
     assert main(["importance", *model, *first, "--method", "flap", "--channels", "--output", flap]) == 0
     about = provenance_of("--scores", flap, *second, "--ratio", "0.4")
     assert (about["calibration"]["text"], about["beside_scores"]["text"]) == ("file Ann.txt", "file Bob.txt")
-    for words in (["--method", "magnitude"], ["--options", "metric=ifv"]):
+    for words in (["--method", "magnitude"], ["--options", "reference=true"]):
         more = ["--ratio", "0.4", "--scores", flap, *words, "--output", str(tmp_path / "no.json")]
         assert main(["prune", *model, *more]) == 2
 

@@ -134,7 +134,7 @@ def test_activations_that_are_no_numbers_are_refused() -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_entropies_and_confidences_are_those_of_eager_attention(family: str) -> None:
     """Padded batches, grouped queries, sinks, soft caps and position biases."""
-    changes = {"gpt_neo": {"window_size": 4}, "mistral": {"sliding_window": 4}}.get(family, {})
+    changes = {"window_size": 4} if family == "gpt_neo" else {}
     model, text = tiny(family, **changes), text_of()
     before = model.config._attn_implementation
     actual = {
@@ -183,6 +183,14 @@ def test_keys_of_no_weight_at_all_are_seen_all_the_same(family: str, dtype: torc
         expected = literal(model, text, measure)
         for label, value in attention_statistic(map_model(model), text, pruner._entropies).items():
             torch.testing.assert_close(value, expected[label], rtol=0, atol=2e-6)
+
+
+def test_windows_that_slide_are_counted_as_such() -> None:
+    """Without padding, which the eager implementation cannot read where a window holds nothing else."""
+    model, text = tiny("mistral", sliding_window=4), CalibrationText.from_windows("whole", tokens(4, 9), 2)
+    expected = literal(tiny("mistral", "eager", sliding_window=4), text, "normalized")
+    for label, value in attention_statistic(map_model(model), text, NormEntropy()._entropies).items():
+        torch.testing.assert_close(value, expected[label], rtol=0, atol=2e-6)
 
 
 def test_entropies_do_not_depend_on_the_block_nor_on_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:

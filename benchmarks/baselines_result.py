@@ -46,7 +46,7 @@ from lmeval_prune.interventions.token_filter import TokenFilter
 from lmeval_prune.profiling.costs import formula_flops, parameters
 from lmeval_prune.pruners.base import make_pruner
 from lmeval_prune.pruners.calibration import CalibrationText, read_calibration
-from lmeval_prune.pruners.options import PruneOptions
+from lmeval_prune.pruners.options import PruneOptions, TextOptions
 from lmeval_prune.pruners.parts import HEADS, KINDS, parts_of
 from lmeval_prune.pruners.schedule import stages
 from lmeval_prune.pruners.sequential import SequentialPruner
@@ -263,9 +263,8 @@ class Texts:
         windows, tokens, seed = reads
         if (name, reads) not in self.read:
             batch = max(1, BATCH * WINDOW // tokens)
-            self.read[name, reads] = read_calibration(
-                self.tokenizer, None, CALIBRATED[name], windows=windows, tokens=tokens, batch=batch, seed=seed
-            )
+            options = TextOptions(task=CALIBRATED[name], windows=windows, tokens=tokens, batch=batch, seed=seed)
+            self.read[name, reads] = read_calibration(self.tokenizer, options)
         return self.read[name, reads]
 
     def scores(self, row: Row, model_map: Any) -> dict[str, torch.Tensor]:

@@ -31,7 +31,7 @@ from lmeval_prune.checkpoints import embedded
 from lmeval_prune.profiling.costs import parameters
 from lmeval_prune.pruners.base import make_pruner
 from lmeval_prune.pruners.calibration import CalibrationText, read_calibration
-from lmeval_prune.pruners.options import PruneOptions
+from lmeval_prune.pruners.options import PruneOptions, TextOptions
 from lmeval_prune.pruners.parts import KINDS, depth_parts_of, make_plan, parts_of
 from lmeval_prune.pruners.schedule import stages
 from lmeval_prune.pruners.sequential import SequentialPruner
@@ -164,7 +164,8 @@ def unpruned_perplexity(work: Work) -> float:
 def texts(windows: int) -> tuple[CalibrationText, list[torch.Tensor]]:
     """Return calibration windows of the training problems, and windows of the test problems."""
     tokenizer = AutoTokenizer.from_pretrained(embedded.resolve(MODEL))
-    calibration = read_calibration(tokenizer, None, "prune_gsm8k", windows=windows, tokens=WINDOW, batch=windows)
+    options = TextOptions(task="prune_gsm8k", windows=windows, tokens=WINDOW, batch=windows)
+    calibration = read_calibration(tokenizer, options)
     problems = data.load("gsm8k", "test")
     pairs = zip(problems["question"][:60], problems["answer"][:60], strict=True)
     ids = tokenizer("\n\n".join(f"{question}\n{answer}" for question, answer in pairs))["input_ids"]

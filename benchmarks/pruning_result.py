@@ -34,7 +34,7 @@ from lmeval_prune.profiling.costs import counted_flops, parameters
 from lmeval_prune.profiling.speed import Workload, measure
 from lmeval_prune.pruners.base import make_pruner
 from lmeval_prune.pruners.calibration import read_calibration
-from lmeval_prune.pruners.options import PruneOptions
+from lmeval_prune.pruners.options import PruneOptions, TextOptions
 from lmeval_prune.pruners.parts import HEADS, KINDS, parts_of
 from lmeval_prune.pruners.schedule import stages
 from lmeval_prune.reporting.plot_style import COLOURS, save
@@ -87,7 +87,7 @@ def main() -> None:
     machine = environment()
     folder = embedded.resolve("smollm2-135m")
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    text = read_calibration(tokenizer, None, "prune_gsm8k", windows=32, tokens=128, seed=0)
+    text = read_calibration(tokenizer, TextOptions(task="prune_gsm8k", windows=32))
     path = Path(options.work) / f"{options.tokens}.json"
     stored_rows: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     if options.report:

@@ -6,8 +6,8 @@ import json
 import re
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +20,7 @@ from lmeval_prune import InputError, map_model
 from lmeval_prune.planning.own_answers import OwnText
 from lmeval_prune.pruners import attention_statistics, calibration
 from lmeval_prune.pruners.base import PRUNERS, Scores, make_pruner
-from lmeval_prune.pruners.calibration import _written, encode, read_calibration
+from lmeval_prune.pruners.calibration import encode, read_calibration
 from lmeval_prune.pruners.options import TextOptions
 from lmeval_prune.pruners.parts import HEADS, KINDS, parts_of
 from tests.test_pruners import text_of
@@ -45,8 +45,8 @@ def text(tmp_path: Path) -> str:
 
 
 def windows_of(tokenizer: Any, text: str | None, task: str | None = None, **settings: Any) -> list[list[int]]:
-    actual = read_calibration(tokenizer, text, task, **{"windows": 8, "tokens": 40, **settings})
-    return [row for ids, _ in actual.batches for row in ids.tolist()]
+    actual = read_calibration(tokenizer, TextOptions(text=text, task=task, **{"windows": 8, "tokens": 40, **settings}))
+    return [row for batch in actual.batches for row in batch.ids.tolist()]
 
 
 def stream_of(tokenizer: Any, windows: list[list[int]], before: int, after: int) -> str:
@@ -84,7 +84,8 @@ def test_a_window_begins_as_lm_eval_reads_its_text(
 
 
 def test_without_special_tokens_windows_are_the_text_itself(tiny_folder: Path, text: str) -> None:
-    actual = read_calibration(AutoTokenizer.from_pretrained(tiny_folder), text, None, windows=8, tokens=40).record()
+    options = TextOptions(text=text, windows=8, tokens=40)
+    actual = read_calibration(AutoTokenizer.from_pretrained(tiny_folder), options).record()
     assert actual["sha256"] == "86b6f6fd7c5ea7b6" and actual["tokens"] == 320
     assert actual["special_tokens"] == {"before": [], "after": []} and actual["apply_chat_template"] is False
 
@@ -148,10 +149,11 @@ def test_problems_are_turns_of_a_conversation(tiny_folder: Path, sums: str, arou
     added = [1] if around == "bos" else []
     assert all(row[: len(added)] == added and row[1] != 1 for row in windows)
     assert added or not re.search(r"<s>(?!user: |assistant: )", stream_of(tokenizer, windows, 0, 0))
-    about = read_calibration(tokenizer, None, sums, 8, 150, apply_chat_template=True).record()
+    options = TextOptions(task=sums, windows=8, tokens=150)
+    about = read_calibration(tokenizer, replace(options, apply_chat_template=True)).record()
     assert about["apply_chat_template"] is True
     assert about["special_tokens"] == {"before": ["<s>"] * len(added), "after": []}
-    assert about["sha256"] != read_calibration(tokenizer, None, sums, 8, 150).record()["sha256"]
+    assert about["sha256"] != read_calibration(tokenizer, options).record()["sha256"]
 
 
 @pytest.mark.parametrize(
@@ -192,7 +194,7 @@ def test_a_decoder_begins_as_lm_eval_has_it(family: str) -> None:
     list(text.run(model))
     requested, recorded[:] = list(recorded), []
     with torch.no_grad():
-        for ids, real in text.batches:
+        for ids, real, _ in text.batches:
             model(input_ids=ids, attention_mask=real, labels=ids)
     assert len(requested) == len(recorded) and all(torch.equal(x, y) for x, y in zip(requested, recorded, strict=True))
     assert family == "mbart" or all((value[:, 0] == 0).all() for value in recorded[1::2])
@@ -250,17 +252,3 @@ def test_calibration_does_not_run_the_output_head_of_a_wrapped_model() -> None:
         model.get_output_embeddings().register_forward_pre_hook(refuse)
         model_map = map_model(model)
         assert make_pruner("norm_entropy", {}).scores(model_map, text_of(), parts_of(model_map), {}).values
-
-
-def test_the_label_of_a_choice_is_no_solution() -> None:
-    """With a chat template and without, calibration reads the text of the right choice."""
-    choices = {"doc_to_choice": ["a dog", "a cat"]}
-    task = SimpleNamespace(
-        doc_to_text=lambda _: "Which?",
-        doc_to_target=lambda _: 1,
-        doc_to_choice=lambda _: choices["doc_to_choice"],
-        get_config=choices.get,
-    )
-    assert _written(task, {"question": "Which?", "answer": "B"}) == "Which? a cat\n\n"
-    choices.clear()
-    assert _written(task, {"question": "Which?", "answer": "B"}) == "Question: Which?\nAnswer: B\n\n"

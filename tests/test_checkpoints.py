@@ -18,10 +18,16 @@ from accelerate import cpu_offload, disk_offload, dispatch_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoTokenizer
 
-from lmeval_prune import HeadMask, InputError, load_pretrained, map_model
+from lmeval_prune import InputError, load_pretrained, map_model
 from lmeval_prune.architectures import identity, loadable_fingerprints, nonfinite_tensor, weights_fingerprint
-from lmeval_prune.checkpoints.loading import language_skeleton, read_config, skeleton_of, with_weights
-from lmeval_prune.checkpoints.pruned import read_manifest, save_checkpoint
+from lmeval_prune.checkpoints.loading import (
+    language_skeleton,
+    read_config,
+    read_manifest,
+    save_checkpoint,
+    skeleton_of,
+    with_weights,
+)
 from lmeval_prune.cli import main
 from lmeval_prune.comparison.tokens import logits_of
 from lmeval_prune.interventions.plan import Plan
@@ -392,22 +398,6 @@ def test_a_model_that_is_offloaded_completely_answers_as_in_memory(
 def generation(number: int) -> Any:
     arguments = (f"{number} and", {"until": ["\n"], "max_gen_toks": 6})
     return compat.request("generate_until", arguments, "t", number)
-
-
-def test_an_offloaded_fine_tune_of_the_same_name_is_refused(tmp_path: Path) -> None:
-    for number, seed in enumerate((0, 1)):
-        tiny("llama", seed=seed).save_pretrained(tmp_path / str(number) / "model")  # type: ignore[operator]
-    model, other = (load_pretrained(tmp_path / str(number) / "model") for number in (0, 1))
-    HeadMask("L0H0").save(tmp_path / "mask.json", map_model(model))
-    mask = HeadMask.load(tmp_path / "mask.json")
-    for offloaded in (model, other):
-        cpu_offload(offloaded, torch.device("cpu"))
-    with mask.applied_to(model):
-        pass
-    with pytest.raises(InputError), mask.applied_to(other):
-        pass
-    with HeadMask.load(tmp_path / "mask.json", allow_other_model=True).applied_to(other):
-        pass
 
 
 # ---------------------------------------------------------------- damaged configurations, strangers' code

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import shutil
 import socket
 import subprocess
 import sys
@@ -201,23 +200,6 @@ def test_an_error_that_is_no_mistake_is_one_line_and_debug_shows_where(
     assert main(["models", "--debug", "x"]) == 1
     shown = capsys.readouterr().err
     assert "in fail" in shown and shown.endswith(line)
-
-
-def test_a_model_in_the_hubs_cache_needs_no_hub(tiny_folder: Path, tmp_path: Path) -> None:
-    """Wherever the cache is, of the revision that is asked for; a folder without a model is none."""
-    commit = "0" * 40
-    repo = tmp_path / "models--some--one"
-    shutil.copytree(tiny_folder, repo / "snapshots" / commit)
-    (repo / "refs").mkdir()
-    (repo / "refs" / "v1").write_text(commit)
-    (tmp_path / "models--empty--one").mkdir()
-    here = {"cache_dir": str(tmp_path), "revision": "v1"}
-    embedded.check_name("some/one", here)
-    for name, options in (("some/one", {**here, "revision": "v2"}), ("some/one", {}), ("empty/one", here)):
-        with pytest.raises(InputError, match=f"cannot read the model {name} here"):
-            embedded.check_name(name, options)
-    (repo / "snapshots" / commit / "config.json").rename(repo / "snapshots" / commit / "m.gguf")
-    embedded.check_name("some/one", {**here, "gguf_file": "m.gguf"})
 
 
 def test_a_configuration_of_lm_eval_and_its_check_of_tasks(tiny_folder: Path, tmp_path: Path, capsys) -> None:

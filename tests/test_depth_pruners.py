@@ -15,7 +15,7 @@ from torch import nn
 
 from lmeval_prune import InputError, Plan, load_pretrained, map_model
 from lmeval_prune.architectures import ModelMap
-from lmeval_prune.pruners.allocation import Budget, unit_pools
+from lmeval_prune.pruners.allocation import unit_pools
 from lmeval_prune.pruners.base import make_pruner
 from lmeval_prune.pruners.baselines import RandomScores
 from lmeval_prune.pruners.calibration import CalibrationText
@@ -81,7 +81,7 @@ def test_block_influence_is_the_angle_of_the_residual_stream(family: str) -> Non
         return seen[0], seen[1]
 
     expected: dict[str, list[float]] = {key: [] for key in actual}
-    for ids, real in text.batches:
+    for ids, real, _ in text.batches:
         for layer, names in layers.items():
             start, end = streams(layer, [], ids, real)
             points = [start, *(streams(layer, names[n:], ids, real)[1] for n in range(1, len(names))), end]
@@ -110,7 +110,7 @@ def test_block_kl_is_the_distance_of_the_model_without_the_block(removed: Remove
         if part.key in removed:
             continue
         total, count = 0.0, 0
-        for ids, real in text.batches:
+        for ids, real, _ in text.batches:
             dense = run(model_map.model, ids, real)
             with (
                 without(model_map, [*before, part.block]),
@@ -133,16 +133,20 @@ def test_block_kl_of_some_tokens_leaves_out_the_logits_of_the_others(family: str
         model.get_output_embeddings = lambda: None
     model_map, text, rows = map_model(model), text_of(), list[int]()
     draw = torch.Generator().manual_seed(1)
-    counted = tuple(real * torch.randint(2, real.shape, generator=draw) for _, real in text.batches)
+    counted = tuple(real * torch.randint(2, real.shape, generator=draw) for _, real, _ in text.batches)
     for mask in counted:
         mask[:, :3] = 0
     hook = model.lm_head.register_forward_hook(lambda _, inputs, __: rows.append(inputs[0].shape[:2].numel()))
-    actual = depth_scores("block_kl", model_map, replace(text, counted=counted))
+    actual = depth_scores(
+        "block_kl",
+        model_map,
+        replace(text, batches=tuple(x._replace(counted=y) for x, y in zip(text.batches, counted, strict=True))),
+    )
     hook.remove()
     assert {*rows} == {int(mask.sum()) if has_head else mask.numel() for mask in counted}
     for part in depth_parts_of(model_map):
         total = 0.0
-        for (ids, real), mask in zip(text.batches, counted, strict=True):
+        for (ids, real, _), mask in zip(text.batches, counted, strict=True):
             dense = run(model, ids, real).log_softmax(-1)
             with Plan(blocks=[part.block]).applied_to(model, model_map):
                 pruned = run(model, ids, real).log_softmax(-1)
@@ -259,12 +263,12 @@ def test_the_last_attention_stays(family: str, parts: Any) -> None:
         list(stages(pruner, model_map, resolved))
     holders = depth_parts_of(model_map, [parts])
     scores = {part.key: torch.tensor([float(n)]) for n, part in enumerate(holders)}
-    pools = unit_pools(model_map, Budget((parts,), 0.99, "global", resolved), scores)
+    pools = unit_pools(model_map, resolved, [parts], scores)
     staying = [pool.key for pool in pools if not pool.limit(True)]
     stacks: dict[str, str] = {part.sublayers[0].stack: part.key for part in holders}
     assert staying == [*stacks.values()]
     spared = replace(resolved, skip_first=1)
-    assert all(pool.limit(True) for pool in unit_pools(model_map, Budget((parts,), 0.99, "global", spared), scores))
+    assert all(pool.limit(True) for pool in unit_pools(model_map, spared, [parts], scores))
 
 
 # --------------------------------------------------------------------------- measured costs

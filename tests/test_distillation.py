@@ -18,7 +18,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from lmeval_prune import InputError, load_pretrained, map_model
 from lmeval_prune.athena import checkpoint, training
 from lmeval_prune.athena.options import TrainOptions
-from lmeval_prune.checkpoints.pruned import read_manifest
+from lmeval_prune.checkpoints.loading import read_manifest
 from lmeval_prune.cli import main
 from lmeval_prune.distillation import language_host, recursion
 from lmeval_prune.distillation.host import read_note

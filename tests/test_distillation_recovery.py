@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from lmeval_prune import InputError, load_pretrained, map_model
-from lmeval_prune.checkpoints.pruned import kept_layers
+from lmeval_prune.checkpoints.loading import kept_layers
 from lmeval_prune.cli import main
 from lmeval_prune.distillation import language_host, recursion
 from lmeval_prune.distillation.lessons import QuestionSearch, read_prompts

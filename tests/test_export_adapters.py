@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
-import multiprocessing
-import os
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +16,11 @@ from peft import PeftModel
 from safetensors.torch import load_file
 
 from lmeval_prune import HeadMask, InputError, load_pretrained, map_model
+from lmeval_prune.artefacts import output_lock
 from lmeval_prune.cli import main
-from lmeval_prune.export import adapters
-from lmeval_prune.export.adapters import AdapterExport
+from lmeval_prune.export.adapters import export_adapters
 from lmeval_prune.export.manifest import adapter_name, read_adapter, read_adapters
 from lmeval_prune.interventions.plan import Plan
-from tests.kills import killing_after
 from tests.tiny_models import ALL, output, saved, tiny, tokens
 
 
@@ -37,9 +35,9 @@ def test_an_adapter_through_peft_is_the_mask(family: str, tmp_path: Path) -> Non
     """Loaded from its files, not merged and merged; the others' columns of the merged weights stay as they were."""
     model = saved(family, tmp_path / "model")
     masks = [HeadMask(text) for text in masks_of(model)]
-    export = AdapterExport(str(tmp_path / "model"), masks, str(tmp_path / "adapters"))
-    names = [name for name, new in export.run() if new]
-    assert sorted(names) == sorted(adapter_name(mask.resolve(map_model(model)).heads) for mask in masks)
+    export_adapters(str(tmp_path / "model"), masks, str(tmp_path / "adapters"))
+    names = {adapter_name(mask.resolve(map_model(model)).heads) for mask in masks}
+    assert {*read_adapters(tmp_path / "adapters")} == names
     dense = output(model, tokens())
     before = copy.deepcopy(model.state_dict())
     for mask, name in zip(masks, [str(mask.resolve(map_model(model))) for mask in masks], strict=True):
@@ -64,7 +62,7 @@ def test_merged_in_the_type_of_the_server_the_columns_are_exactly_zero(family: s
     heads = HeadMask("L0H1+L0H2+L1H0")
     for type_, exact in ((dtype, True), ("float32", False)):
         folder = tmp_path / type_
-        list(AdapterExport(str(tmp_path / "model"), [heads], str(folder), type_).run())
+        export_adapters(str(tmp_path / "model"), [heads], str(folder), type_)
         wrapped = PeftModel.from_pretrained(tiny(family, dtype=torch.float32).to(kind), str(folder / str(heads)))
         merged = map_model(wrapped.merge_and_unload())
         plain = map_model(tiny(family, dtype=torch.float32).to(kind))
@@ -82,12 +80,11 @@ def test_merged_in_the_type_of_the_server_the_columns_are_exactly_zero(family: s
 def test_the_files_are_as_servers_read_them(tiny_folder: Path, tmp_path: Path) -> None:
     """One rank, rows of the identity, full module names, no pickles; the manifest names the base model."""
     masks = [HeadMask("L1H2"), HeadMask("L0H0+L0H3+L1H1")]
-    export = AdapterExport(str(tiny_folder), masks, str(tmp_path), "bfloat16", served="org/NAME")
-    list(export.run())
+    export_adapters(str(tiny_folder), masks, str(tmp_path), "bfloat16", served="org/NAME")
     config = json.loads((tmp_path / "L0H0+L0H3+L1H1" / "adapter_config.json").read_text())
     modules = ["model.layers.0.self_attn.o_proj", "model.layers.1.self_attn.o_proj"]
     assert config["target_modules"] == modules and config["base_model_name_or_path"] == "org/NAME"
-    assert config["r"] == config["lora_alpha"] == export.rank == 16 and "rank_pattern" not in config
+    assert config["r"] == config["lora_alpha"] == 16 and "rank_pattern" not in config
     tensors = load_file(tmp_path / "L0H0+L0H3+L1H1" / "adapter_model.safetensors")
     assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
     a = tensors[f"base_model.model.{modules[0]}.lora_A.weight"].float()
@@ -105,8 +102,7 @@ def test_the_hash_is_that_of_the_update_whatever_its_file(tiny_folder: Path, tmp
     """Padding and format do not count; heads, weights and type do."""
 
     def hashed(name: str, *masks: str, **settings: Any) -> str:
-        export = AdapterExport(str(tiny_folder), [HeadMask(mask) for mask in masks], str(tmp_path / name), **settings)
-        list(export.run())
+        export_adapters(str(tiny_folder), [HeadMask(mask) for mask in masks], str(tmp_path / name), **settings)
         return str(read_adapter(tmp_path / name / masks[0])["hash"])
 
     own = hashed("own", "L1H2", dtype="float32")
@@ -117,18 +113,18 @@ def test_the_hash_is_that_of_the_update_whatever_its_file(tiny_folder: Path, tmp
 
 def test_a_gguf_adapter_has_the_same_arrays(tiny_folder: Path, tmp_path: Path) -> None:
     for dtype in ("float32", "bfloat16", "float16"):
-        export = AdapterExport(str(tiny_folder), [HeadMask("L0H1+L1H2-3")], str(tmp_path / dtype), dtype, "gguf")
-        list(export.run())
-        read = gguf.GGUFReader(tmp_path / dtype / "L0H1+L1H2+L1H3" / "adapter.gguf")
+        for kind in ("gguf", "peft"):
+            export_adapters(str(tiny_folder), [HeadMask("L0H1+L1H2-3")], str(tmp_path / dtype / kind), dtype, kind)
+        read = gguf.GGUFReader(tmp_path / dtype / "gguf" / "L0H1+L1H2+L1H3" / "adapter.gguf")
+        own = load_file(tmp_path / dtype / "peft" / "L0H1+L1H2+L1H3" / "adapter_model.safetensors")
         settings = {name: field.contents() for name, field in read.fields.items() if "." in name}
         assert settings["general.type"] == "adapter" and settings["adapter.type"] == "lora"
         assert settings["adapter.lora.alpha"] == 16 and settings["general.architecture"] == "llama"
         arrays = {tensor.name: gguf.quants.dequantize(tensor.data, tensor.tensor_type) for tensor in read.tensors}
-        assert len(arrays) == 4
-        for update in export.updates(export.masks["L0H1+L1H2+L1H3"]):
-            for part in ("a", "b"):
-                own = torch.tensor(arrays[f"blk.{update.index}.attn_output.weight.lora_{part}"])
-                assert torch.equal(own, getattr(update, f"lora_{part}").float())
+        assert len(arrays) == len(own) == 4
+        for name, tensor in own.items():
+            layer, part = name.split(".")[4], name.split(".")[-2][-1].lower()
+            assert torch.equal(torch.tensor(arrays[f"blk.{layer}.attn_output.weight.lora_{part}"]), tensor.float())
 
 
 # --------------------------------------------------------------------------- large pools
@@ -143,36 +139,9 @@ def test_a_mask_artefact_is_an_adapter_of_its_own_weights(tiny_folder: Path, tmp
     assert list(read_adapters(tmp_path / "out")) == ["L1H3", "L0H1+L1H0"]
 
 
-def _export(folder: str, output: str, kill: int | None = None) -> None:
-    if kill is not None:
-        adapters.write_bytes = killing_after(kill)(adapters.write_bytes)  # type: ignore[assignment]
-    code = main(
-        ["export", "adapter", "--pretrained", folder, "--output", output, "--layers", "0,1", "--dtype", "float32"]
-    )
-    os._exit(code)
-
-
-def test_a_killed_export_goes_on(tiny_folder: Path, tmp_path: Path) -> None:
-    """Complete adapters are kept; incomplete ones are written again."""
-    context = multiprocessing.get_context("fork")
-    written: dict[str, int] = {}
-    for kill in (5, 3, None):
-        process = context.Process(target=_export, args=(str(tiny_folder), str(tmp_path / "pool"), kill))
-        process.start()
-        process.join()
-        assert process.exitcode == (0 if kill is None else -9)
-        there = {path.parent.name: path.stat().st_mtime_ns for path in (tmp_path / "pool").glob("L*/*.json")}
-        assert written.items() <= there.items() and len(there) > len(written)
-        written = there
-    assert len(written) == 8 and not list((tmp_path / "pool").glob(".*"))
-    whole = AdapterExport(str(tiny_folder), [HeadMask("L1H3")], str(tmp_path / "again"), "float32")
-    list(whole.run())
-    assert read_adapter(tmp_path / "again" / "L1H3") == read_adapter(tmp_path / "pool" / "L1H3")
-
-
 def test_folders_of_other_weights_or_settings_are_not_taken_for_ours(tiny_folder: Path, tmp_path: Path) -> None:
     def run(folder: Path = tiny_folder, dtype: str = "float32", **settings: Any) -> None:
-        list(AdapterExport(str(folder), [HeadMask("L0H0")], str(tmp_path / "out"), dtype, **settings).run())
+        export_adapters(str(folder), [HeadMask("L0H0")], str(tmp_path / "out"), dtype, **settings)
 
     run()
     run()
@@ -204,14 +173,10 @@ def test_what_else_is_in_the_folder_does_not_matter(tmp_path: Path, capsys: pyte
 
 
 def test_two_exports_do_not_write_to_one_folder(tiny_folder: Path, tmp_path: Path) -> None:
-    masks = [HeadMask("L0H0"), HeadMask("L0H1")]
-    first, second = (AdapterExport(str(tiny_folder), masks, str(tmp_path / "out")) for _ in range(2))
-    steps = first.run()
-    next(steps)
-    with pytest.raises(InputError):
-        ThreadPoolExecutor(1).submit(list, second.run()).result()
-    assert list(steps) == [("L0H1", True)]
-    assert list(second.run()) == [("L0H0", False), ("L0H1", False)]
+    again = partial(export_adapters, str(tiny_folder), [HeadMask("L0H0")], str(tmp_path / "out"))
+    with output_lock(tmp_path / "out"), pytest.raises(InputError):
+        ThreadPoolExecutor(1).submit(again).result()
+    again()
 
 
 def test_the_file_that_llama_cpp_serves_is_looked_at(tiny_folder: Path, tmp_path: Path) -> None:
@@ -232,7 +197,7 @@ def test_weights_that_a_type_cannot_hold_are_refused(tmp_path: Path) -> None:
         map_model(model).attention[1].o_proj.weight[3, 3] = 1e6
     model.save_pretrained(tmp_path / "model")
     with pytest.raises(InputError):
-        list(AdapterExport(str(tmp_path / "model"), [HeadMask("L0H0+L1H0")], str(tmp_path / "out"), "float16").run())
+        export_adapters(str(tmp_path / "model"), [HeadMask("L0H0+L1H0")], str(tmp_path / "out"), "float16")
     assert not list((tmp_path / "out").glob("*"))
 
 

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from lmeval_prune import HeadMask, InputError, load_pretrained, map_model
-from lmeval_prune.architectures import FAMILIES, ModelMap, tiny_model, uncuttable
+from lmeval_prune.architectures import ModelMap, tiny_model, uncuttable
 from lmeval_prune.architectures.structure import recognise
 from lmeval_prune.decoding import Engine
 from lmeval_prune.interventions.plan import Plan
@@ -21,9 +21,7 @@ from lmeval_prune.surgery import cut as surgery
 from lmeval_prune.surgery.cut import Cut
 from lmeval_prune.surgery.model_class import copy_implementations
 from tests.test_decoding import alone, answers, some_requests
-from tests.test_pruned_hf import model as pruned_hf
-from tests.test_pruned_hf import requests
-from tests.tiny_models import Letters, family_folder
+from tests.tiny_models import Letters
 
 # families of which users ask, and one of each kind of layers
 QUICK = [
@@ -235,24 +233,3 @@ def test_the_engine_gives_the_tokens_of_generate(name: str) -> None:
     engine, decoded = Engine(model, Letters()), some_requests(model, seed=1, prompts=2, per_prompt=3)
     assert engine.unsupported is None
     assert answers(engine, decoded) == {request.tag: alone(model, request) for request in decoded}
-
-
-@pytest.mark.parametrize("name", present(["ministral3", "seed_oss", "exaone4"]))
-def test_pruned_hf_evaluates_a_mask(name: str, tiny_folder: Path, tmp_path: Path) -> None:
-    """Log-likelihoods and texts are those of lm-eval's own model whose columns are zero on disk."""
-    assert name not in FAMILIES
-    folder = family_folder(name, tiny_folder, tmp_path / name)
-    zeroed = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
-    zeroed.model.layers[0].self_attn.o_proj.weight.data[:, 8:16] = 0
-    zeroed.save_pretrained(tmp_path / "zeroed")
-    AutoTokenizer.from_pretrained(tiny_folder).save_pretrained(tmp_path / "zeroed")
-    results = {}
-    for path, arguments in ((folder, {"heads": "L0H1"}), (tmp_path / "zeroed", {}), (folder, {})):
-        lm = pruned_hf(path, **arguments)
-        results[path.name, *arguments] = [
-            lm.loglikelihood(requests("loglikelihood")),
-            lm.generate_until(requests("generate_until")),
-        ]
-        lm.close()
-    assert results[name, "heads"] == results["zeroed",]
-    assert results[name, "heads"] != results[name,]

@@ -16,7 +16,6 @@ from lmeval_prune.pruners.base import PRUNERS
 from lmeval_prune.pruners.calibration import CalibrationText
 from lmeval_prune.pruners.options import PruneOptions
 from lmeval_prune.pruners.schedule import stages
-from lmeval_prune.training.trainer import ResumableTrainer
 from tests.tiny_models import tiny
 
 HEAD = 64  # the vocabulary of tiny models is not smaller
@@ -95,12 +94,6 @@ def test_blocks_of_threads_may_overlap(before: str, block: Any, inside: str, med
     assert torch.get_float32_matmul_precision() == before
 
 
-def test_nothing_changes_on_other_machines(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(precision, "fast_precision", lambda: "highest")
-    with fast_products():
-        assert torch.get_float32_matmul_precision() == "highest"
-
-
 @pytest.fixture
 def settings_by_rows(monkeypatch: pytest.MonkeyPatch, medium_is_fast: None) -> dict[int, set[str]]:
     """Settings by the number of rows of the products of linear layers, but for the head, which computes fewer rows."""
@@ -135,20 +128,3 @@ def test_scoring_is_fast(settings_by_rows: dict[int, set[str]]) -> None:
     options = PruneOptions(ratio=0.5, compensation="bias")
     list(stages(PRUNERS.load("flap")(), model_map, options, text))
     assert settings_by_rows and set().union(*settings_by_rows.values()) == {"medium"}
-
-
-def test_training_is_fast(medium_is_fast: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = list[str]()
-    trainer: Any = object.__new__(ResumableTrainer)
-    monkeypatch.setattr(
-        ResumableTrainer, "train", lambda *_, **__: settings.append(torch.get_float32_matmul_precision())
-    )
-    trainer.args, trainer.model = arguments(), torch.nn.Linear(1, 1)
-    trainer.state = type("State", (), {"best_global_step": 1, "global_step": 1, "max_steps": 1, "log_history": []})()
-    trainer.run()
-    assert settings == ["medium"]
-
-
-def arguments() -> Any:
-    """Return arguments of a training without checkpoints."""
-    return type("Arguments", (), {"output_dir": "no checkpoints", "num_train_epochs": 1})()

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lmeval_prune import HeadMask, InputError, Plan
-from lmeval_prune.export.adapters import AdapterExport
+from lmeval_prune.export.adapters import export_adapters
 from lmeval_prune.interventions.lora import Lora
 from lmeval_prune.models.pruned_hf import PrunedHFLM
 from lmeval_prune.surgery.cut import cut
@@ -55,8 +55,8 @@ def test_a_plan_that_replaces_weights_keeps_it(by: str, tmp_path: Path) -> None:
 
 def test_an_exported_adapter_is_taken_by_its_own_model(tiny_folder: Path, tmp_path: Path) -> None:
     """Loaded in any type; not by a model with other weights."""
-    [(name, _)] = AdapterExport(str(tiny_folder), [HeadMask("L0H1")], str(tmp_path), "float32").run()
-    lora = Lora(str(tmp_path / name))
+    export_adapters(str(tiny_folder), [HeadMask("L0H1")], str(tmp_path), "float32")
+    lora = Lora(str(tmp_path / "L0H1"))
     for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
         model = AutoModelForCausalLM.from_pretrained(tiny_folder, dtype=dtype)
         with lora.applied_to(model):

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import signal
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,7 +28,6 @@ from lmeval_prune.tasks.prompts import (
     target_of,
     training_documents,
 )
-from tests.kills import killing_after
 
 LENGTH = 12
 
@@ -95,7 +92,7 @@ def test_greedy_answers_are_those_of_generate(tiny_folder: Path, sums: str, tmp_
     for chat in (False, True):
         own = own_text(tmp_path / "store", sums, model, tokenizer, apply_chat_template=chat)
         text = own.of(model)
-        (ids, real), *_ = text.batches
+        (ids, real, _), *_ = text.batches
         expected = []
         for question in own.questions:
             prompt = f"Asked: What is {question.document['n']} + {question.document['n']}?"
@@ -205,8 +202,8 @@ def test_choices_in_the_text_of_a_document(tiny_folder: Path, tmp_path: Path) ->
     rows = [json.loads(line) for line in (tmp_path / "task" / "rows.jsonl").read_text().splitlines()]
     (tmp_path / "task" / "rows.jsonl").write_text("\n".join(json.dumps({"n": row["n"], "answer": "1"}) for row in rows))
     for chat in (False, True):
-        text = read_calibration(tokenizer, None, name, 2, 60, apply_chat_template=chat)
-        written = "".join(tokenizer.decode(ids[real.bool()]) for ids, real in text.batches)
+        text = read_calibration(tokenizer, TextOptions(task=name, windows=2, tokens=60, apply_chat_template=chat))
+        written = "".join(tokenizer.decode(ids[real.bool()]) for ids, real, _ in text.batches)
         pattern = r"u: (Odd \d*[13579]|Even \d*[02468])\na: is its kind" if chat else r"(Odd|Even) \d+ is its kind\n"
         assert len(re.findall(pattern, written)) >= 2, written
 
@@ -236,7 +233,7 @@ def test_only_tokens_of_answers_count_if_asked_for(tiny_folder: Path, sums: str,
     every = own_text(tmp_path / "store", sums, model, tokenizer).of(model)
     own = own_text(tmp_path / "store", sums, model, tokenizer, prompts_count=False)
     answers = own.of(model)
-    for whole, part in zip(every, answers, strict=True):
+    for whole, part in zip(every.batches, answers.batches, strict=True):
         assert torch.equal(whole.ids, part.ids) and torch.equal(whole.real, part.real)
         assert torch.equal(whole.counted, whole.real)
         prompts = [tokenizer.encode(question.prompt) for question in own.questions]
@@ -260,26 +257,6 @@ def test_samples_are_drawn_by_the_seed_and_found_again(
     assert first != other and answers("b", 1) == first
     monkeypatch.setattr(Engine, "decode", lambda *_: pytest.fail("answers were decoded again"))
     assert answers("a", 1) == first  # all from the store, by the key of any evaluation
-
-
-def test_killed_answers_resume_where_they_were(tiny_folder: Path, sums: str, tmp_path: Path, model: Any) -> None:
-    """SIGKILL at several moments; the text in the end is that of an uninterrupted run."""
-    tokenizer = AutoTokenizer.from_pretrained(tiny_folder)
-    sampling = {"sample_temperature": 1.0}
-    whole = own_text(tmp_path / "whole", sums, model, tokenizer, **sampling).of(model)
-    stored = []
-    for moment in (3, 2):
-        child = os.fork()
-        if child == 0:
-            AnswerStore.add = killing_after(moment)(AnswerStore.add)  # type: ignore[method-assign]
-            own_text(tmp_path / "killed", sums, model, tokenizer, **sampling).of(model)
-            os._exit(0)
-        _, status = os.waitpid(child, 0)
-        assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
-        stored.append(len({record["key"] for record in read_answers(tmp_path / "killed")}))
-    assert stored == [3, 5]
-    resumed = own_text(tmp_path / "killed", sums, model, tokenizer, **sampling).of(model)
-    assert resumed.record() == whole.record()
 
 
 def test_answers_that_the_engine_did_not_generate_are_tokenised(

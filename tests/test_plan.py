@@ -12,6 +12,7 @@ from transformers import AutoTokenizer
 from lmeval_prune import Plan, load_pretrained, map_model
 from lmeval_prune.interventions.plan import Channels
 from lmeval_prune.pruners.calibration import read_calibration
+from lmeval_prune.pruners.options import TextOptions
 from lmeval_prune.surgery.cut import cut
 from tests.conftest import run_command
 from tests.tiny_models import output, tiny, tokens
@@ -111,8 +112,8 @@ def test_a_plan_and_a_cut_say_how_far_they_are_from_the_dense_model(
     prunable: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     model, tokenizer = load_pretrained(prunable / "model"), AutoTokenizer.from_pretrained(prunable / "model")
-    text = read_calibration(tokenizer, str(prunable / "text.txt"), None, windows=6, tokens=16)
-    ids = torch.cat([ids for ids, _ in text.batches])[2:]  # those after the windows that are read for the scores
+    text = read_calibration(tokenizer, TextOptions(text=str(prunable / "text.txt"), windows=6, tokens=16))
+    ids = torch.cat([batch.ids for batch in text.batches])[2:]  # those after the windows that are read for the scores
     words, warned = ("--text", "text.txt", "--windows", 2, "--tokens", 16), set()
     for ratio in (0.05, 0.7):
         path = tmp_path / f"{ratio}.json"

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoTokenizer
 
 from lmeval_prune import InputError, load_pretrained, map_model
-from lmeval_prune.checkpoints.pruned import read_manifest
+from lmeval_prune.checkpoints.loading import read_manifest
 from lmeval_prune.decoding import Engine
 from lmeval_prune.distillation.language_host import LanguageHost
 from lmeval_prune.distillation.options import DistillOptions
@@ -148,7 +148,7 @@ def test_own_text_is_of_the_problems_that_are_drawn(options: DistillOptions) -> 
     answers = host.answerer.answers(model, [problem.question for problem in drawn])
     expected = calibration_text(text.name, host.answerer, answers, False)
     assert text.record() == expected.record() and len(drawn) == 6
-    rows = [row[real.bool()].tolist() for row, real in zip(*text.batches[0], strict=True)]
+    rows = [row[real.bool()].tolist() for row, real, _ in zip(*text.batches[0], strict=True)]
     ordered = sorted(zip(drawn, answers, strict=True), key=lambda pair: len(pair[1].prompt) + len(pair[1].tokens))
     for row, (problem, _) in zip(rows, ordered, strict=True):
         assert row[: problem.start] == problem.ids[: problem.start]

@@ -241,9 +241,8 @@ def test_changed_targets_of_a_task_make_no_stale_outcome(model: Path, tmp_path: 
 
 def test_scores_of_other_weights_prune_nothing(model: Path, tmp_path: Path) -> None:
     folder, scores, plan = copied(model, tmp_path / "m"), tmp_path / "scores.json", tmp_path / "plan.json"
-    method = ("--pretrained", folder, "--method", "magnitude")
-    assert done("importance", *method, "--output", scores)
-    words = ("prune", *method, "--scores", scores, "--budget", "heads", "--ratio", 0.3, "--output")
+    assert done("importance", "--pretrained", folder, "--method", "magnitude", "--output", scores)
+    words = ("prune", "--pretrained", folder, "--scores", scores, "--budget", "heads", "--ratio", 0.3, "--output")
     assert done(*words, plan)
     changed(folder)
     assert not done(*words, tmp_path / "other.json") and not (tmp_path / "other.json").exists()

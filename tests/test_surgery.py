@@ -18,11 +18,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from lmeval_prune import HeadMask, InputError, artefacts, map_model
-from lmeval_prune.architectures import uncuttable, units_of
+from lmeval_prune.architectures import uncuttable
 from lmeval_prune.architectures.blocks import is_transposed
-from lmeval_prune.checkpoints import pruned
-from lmeval_prune.checkpoints.loading import load_pretrained
-from lmeval_prune.checkpoints.pruned import read_manifest
+from lmeval_prune.checkpoints import loading as pruned
+from lmeval_prune.checkpoints.loading import load_pretrained, read_manifest
 from lmeval_prune.decoding import Engine, Request, SamplingParams
 from lmeval_prune.interventions.plan import Plan
 from lmeval_prune.interventions.table import method_name
@@ -112,7 +111,9 @@ def test_a_plan_tried_out_is_the_model_cut_and_loaded_again(family: str, tmp_pat
     model = stored(family, tmp_path / "parent")
     before = copy.deepcopy(model.state_dict())
     dense = output(model, tokens())
-    for unit in units_of(map_model(model).attention[0]):
+    layer = map_model(model).attention[0]
+    units = {"head": True, "group": layer.kv_heads > 1, "balanced": layer.kv_heads < layer.heads}
+    for unit in filter(units.get, units):
         for alike in (True, False):
             channels = channels_for(model, alike) if family not in EXPERTS_ONLY else {}
             plan = Plan(heads_for(model, unit, alike), channels)

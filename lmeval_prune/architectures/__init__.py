@@ -3,7 +3,7 @@
 torch is imported only when weights are read.
 """
 
-from lmeval_prune.architectures.blocks import AttentionLayer, FeedForward, Rows, units_of
+from lmeval_prune.architectures.blocks import AttentionLayer, FeedForward, Rows
 from lmeval_prune.architectures.identity import (
     adapters_of,
     config_fingerprint,
@@ -11,7 +11,6 @@ from lmeval_prune.architectures.identity import (
     is_dispatched,
     loadable_fingerprints,
     nonfinite_tensor,
-    tensor_in_layer,
     text_config,
     weights_fingerprint,
 )
@@ -31,6 +30,5 @@ __all__ = [
     "FAMILIES", "AttentionLayer", "Family", "FeedForward", "Head", "ModelMap", "Rows",
     "adapters_of", "cache_argument", "config_fingerprint", "head_names", "input_device", "is_dispatched",
     "loadable_fingerprints", "map_model", "nonfinite_tensor", "position_limit", "recognise",
-    "takes_logits_to_keep", "tensor_in_layer", "text_config", "tiny_model", "uncuttable", "units_of",
-    "weights_fingerprint",
+    "takes_logits_to_keep", "text_config", "tiny_model", "uncuttable", "weights_fingerprint",
 ]  # fmt: skip

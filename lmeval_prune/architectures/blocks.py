@@ -45,7 +45,6 @@ class Block:
 
     @cached_property
     def label(self) -> str:
-        """`"L5"`, or `"encoder.L5"` in a model with several stacks."""
         return label_of(self.stack, self.index)
 
 
@@ -63,15 +62,12 @@ class AttentionLayer(Block):
 
     @property
     def group_size(self) -> int:
-        """Query heads per key-value head."""
         return self.heads // self.kv_heads
 
     def columns(self, head: int) -> slice:
-        """Return the input columns of the output projection that belong to a head."""
         return slice(head * self.head_dim, (head + 1) * self.head_dim)
 
     def kv_head_of(self, head: int) -> int:
-        """Return the key-value head that a query head reads."""
         return head // self.group_size
 
     def rows(self, part: str, index: int) -> Rows:
@@ -108,7 +104,6 @@ class FeedForward(Block):
         return {"up": self.up} if self.gate is None else {"gate": self.gate, "up": self.up}
 
     def columns(self, channel: int) -> slice:
-        """Return the input column of `down` that belongs to a channel."""
         return slice(channel, channel + 1)
 
     def rows(self, part: str, channel: int | None = None) -> Rows:
@@ -129,27 +124,14 @@ class Sublayer(Block):
     block: AttentionLayer | FeedForward | None  # None: experts, or a block whose projections are unknown
 
     def __str__(self) -> str:
-        """Return the name in a plan, `L5.attention`."""
         return f"{self.label}.{self.kind}"
 
 
-def units_of(layer: AttentionLayer) -> tuple[str, ...]:
-    """Return the units in which a layer's shape allows to remove heads.
-
-    `head` is any query head; `group`, a key-value head with its query heads; `balanced`, one head of each group.
-    """
-    if layer.kv_heads == layer.heads:
-        return ("head", "group")  # a group is one head
-    return ("head", "balanced") if layer.kv_heads == 1 else ("head", "group", "balanced")
-
-
 def is_absent(module: Any) -> bool:
-    """Return whether a module stands in for a block that was cut out of the model."""
     return bool(getattr(module, "is_absent", False))
 
 
 def has_absent(layer: nn.Module) -> bool:
-    """Return whether a block was cut out of a layer."""
     return any(map(is_absent, layer.modules()))
 
 
@@ -169,13 +151,11 @@ def find_in(module: nn.Module, path: str) -> tuple[str, nn.Module] | None:
 
 
 def projection_in(module: nn.Module, path: str | None) -> nn.Module | None:
-    """Return the submodule that `find_in` finds, without its name; None if `path` is None."""
     match = find_in(module, path) if path else None
     return match[1] if match else None
 
 
 def attribute_of(module: nn.Module, path: str) -> Any:
-    """Return the value at a dotted path, or None."""
     value: Any = module
     for part in path.split("."):
         value = getattr(value, part, None)
@@ -203,12 +183,10 @@ def weight_of(module: nn.Module) -> Tensor:
 
 
 def in_features(module: nn.Module) -> int:
-    """Return the input width of a projection."""
     return _width(module, "in_features", 0)
 
 
 def out_features(module: nn.Module) -> int:
-    """Return the output width of a projection."""
     return _width(module, "out_features", 1)
 
 
@@ -238,9 +216,7 @@ def read_blocks(
         for block in filter(None, (own, cross)):
             other = attention.setdefault((block.stack, block.index), block)
             if other is not block:
-                raise InputError(
-                    f"{other.name} and {block.name} both look like attention layer {block.label} of this model"
-                )
+                raise InputError(f"{other.name} and {block.name} both look like attention layer {block.label}")
         names = family.feed_forward
         # a layer without attention belongs to another tower, e.g. an image encoder, unless the attention was cut out
         if names and (own or has_absent(layer.module)) and (place := _submodule_at(layer, names.block)):
@@ -291,10 +267,7 @@ def _read_attention(layer: Block, path: str | None, family: Family, count: int |
     module, inputs = block.module, in_features(output)
     width = inputs // count if count else attribute_of(module, family.width)
     if not isinstance(width, int) or width <= 0 or inputs % width:
-        raise InputError(
-            f"{block.name}: {inputs} inputs of {family.output} cannot be divided into heads "
-            f"(width {width}, heads {count})"
-        )
+        raise InputError(f"{block.name}: {inputs} inputs cannot be divided into heads (width {width}, heads {count})")
     heads = inputs // width
     query, key = (projection_in(module, name) for name in (family.query, family.key))
     # heads are named by the output's inputs if these are no matrix products

@@ -106,14 +106,9 @@ def nonfinite_tensor(model: nn.Module) -> str | None:
         if tensor.is_meta or not is_parameter or not testable:
             continue
         if not all(chunk.sum().isfinite() or chunk.isfinite().all() for chunk in _chunks(tensor)):
-            return tensor_in_layer(name)
+            layer = re.search(r"\.(\d+)\.", name)
+            return f"{name} of layer {layer[1]}" if layer else name
     return None
-
-
-def tensor_in_layer(name: str) -> str:
-    """Return a tensor's name followed by its layer number: `model.layers.3.mlp.up_proj.weight of layer 3`."""
-    layer = re.search(r"\.(\d+)\.", name)
-    return f"{name} of layer {layer[1]}" if layer else name
 
 
 def adapters_of(model: nn.Module) -> dict[str, Any]:
@@ -172,18 +167,15 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor, bool]]:
     import torch
     from accelerate.utils import align_module_device, has_offloaded_params
 
-    def joined(path: str, key: str) -> str:
-        return f"{path}.{key}" if path else key
-
     # offloading replaces tied weights by separate tensors, so they are recognised by name
     keys = {path: getattr(module, "all_tied_weights_keys", None) or () for path, module in modules.items()}
-    tied, yielded = {joined(path, key) for path in keys for key in keys[path]}, set()
+    tied, yielded = {f"{path}.{key}".lstrip(".") for path in keys for key in keys[path]}, set()
     for is_parameter in (True, False):
         for path, module in modules.items():
             offloaded = has_offloaded_params(module)
             with align_module_device(module, torch.device("cpu")) if offloaded else nullcontext():
                 for key, tensor in (module._parameters if is_parameter else module._buffers).items():
-                    name = joined(path, key)
+                    name = f"{path}.{key}".lstrip(".")
                     if tensor is None or name in tied or tensor in yielded or not (is_parameter or name in saved):
                         continue
                     if not offloaded:  # a reference would keep an offloaded tensor in memory
@@ -192,7 +184,6 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor, bool]]:
 
 
 def _chunks(tensor: Tensor) -> Iterator[Tensor]:
-    """Yield slices of a tensor's local values, so that temporary copies stay small."""
     local = (tensor.to_local() if hasattr(tensor, "to_local") else tensor).detach().reshape(-1)
     yield from local.split(_CHUNK)
 

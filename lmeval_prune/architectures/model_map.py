@@ -18,7 +18,13 @@ from lmeval_prune.architectures.blocks import (
     read_blocks,
     read_sublayers,
 )
-from lmeval_prune.architectures.identity import model_name, text_config, weight_writes, weights_fingerprint
+from lmeval_prune.architectures.identity import (
+    loadable_fingerprints,
+    model_name,
+    text_config,
+    weight_writes,
+    weights_fingerprint,
+)
 from lmeval_prune.architectures.structure import recognise, refute_depth
 from lmeval_prune.architectures.table import ALIBI, FAMILIES, Family
 from lmeval_prune.errors import InputError
@@ -31,21 +37,14 @@ T = TypeVar("T")
 
 @dataclass(eq=False, repr=False)
 class ModelMap:
-    """Location of every head and channel in a live model; `map_model` builds it.
-
-    Attributes:
-        attention: attention layers, in order.
-        model_type, name, revision: from the model's configuration.
-        feed_forward: dense feed-forward blocks of these layers, in order. Mixture-of-experts layers, and families
-            that a user describes by hand, have none.
-    """
+    """Location of every head and channel in a live model; `map_model` builds it."""
 
     model: Any
-    attention: tuple[AttentionLayer, ...]
-    model_type: str
+    attention: tuple[AttentionLayer, ...]  # in order
+    model_type: str  # this, name and revision are those of the configuration
     name: str
     revision: str
-    feed_forward: tuple[FeedForward, ...] = ()
+    feed_forward: tuple[FeedForward, ...] = ()  # dense ones, in order; none of experts, nor of a described family
     _results: dict[Any, Any] = field(default_factory=dict, init=False)
     _fingerprint: tuple[Any, str | None] | None = field(default=None, init=False)  # and `weight_writes`
 
@@ -76,7 +75,6 @@ class ModelMap:
 
     @cached_property
     def why_no_depth(self) -> str:
-        """Why blocks and layers cannot be left out of this model; empty if they can."""
         is_known = self.model_type in FAMILIES
         return "" if is_known else refute_depth(self.model, self.attention[0].family, recognise(self.model).depth)
 
@@ -93,19 +91,22 @@ class ModelMap:
 
     @property
     def predicts_next_token(self) -> bool:
-        """True if the model is a causal language model with an output head."""
         has_head = getattr(self.model, "get_output_embeddings", lambda: None)() is not None
         return self.is_causal and has_head and bool(getattr(self.model, "can_generate", bool)())
 
     @property
     def total_heads(self) -> int:
-        """Number of query heads in the whole model."""
         return sum(layer.heads for layer in self.attention)
 
     def signature(self) -> dict[str, Any]:
         """Return the shapes that artefacts store: `{"model_type", "heads": {"L0": [heads, kv_heads, head_dim]}}`."""
         shapes = {layer.label: [layer.heads, layer.kv_heads, layer.head_dim] for layer in self.attention}
         return {"model_type": self.model_type, "heads": shapes}
+
+    def record(self) -> dict[str, Any]:
+        """Return what files about this model store of it."""
+        weights = loadable_fingerprints(self.model, self.weights)
+        return {"name": self.name, "revision": self.revision, "weights": weights, **self.signature()}
 
     def channels(self) -> dict[str, int]:
         """Return the number of feed-forward channels by layer: `{"L0": 1536}`."""
@@ -141,10 +142,8 @@ def map_model(
         family = Family(pattern, attention_name, attention_output)
     attention, feed_forward = read_blocks(model, family, attention_heads)
     if not attention:
-        raise InputError(
-            f"no attention layers found in this {model_type or type(model).__name__} model: no {family.attention!r} "
-            f"with {family.output!r} in modules called {family.layer!r}"
-        )
+        names = f"no {family.attention!r} with {family.output!r} in modules called {family.layer!r}"
+        raise InputError(f"no attention layers found in this {model_type or type(model).__name__} model: {names}")
     return ModelMap(
         model,
         tuple(attention),
@@ -172,7 +171,6 @@ def position_limit(model: Any) -> int | None:
 
 
 def takes_logits_to_keep(model: Any) -> bool:
-    """Return whether a model can leave out the logits of tokens, by its argument `logits_to_keep`."""
     return "logits_to_keep" in inspect.signature(model.forward).parameters
 
 

@@ -32,7 +32,6 @@ class Head(NamedTuple):
 
     @property
     def layer_label(self) -> str:
-        """`"L5"`, or `"encoder.L5"` in a model with several stacks."""
         return label_of(self.stack, self.layer)
 
     @classmethod
@@ -64,9 +63,7 @@ class Head(NamedTuple):
             missing = next((number for number in numbers if number not in layers), None)
             if missing is not None or not numbers:
                 place = f"stack {stack!r}" if missing is None else f"layer {missing}"
-                raise InputError(
-                    f"head {name}: the model has no attention in {place}; `lmeval-prune heads` lists its heads"
-                )
+                raise InputError(f"head {name}: no attention in {place}; `lmeval-prune heads` lists the heads")
             for number in numbers:
                 count = layers[number].heads
                 members = range(count) if match["head"] == "*" else _numbers(match["head"])
@@ -112,10 +109,7 @@ def block_names(blocks: Any) -> tuple[str, ...]:
     for name in (part.strip() for item in items for part in item.split("+")):
         match = _BLOCK.fullmatch(name)
         if not match or not _numbers(match["layer"]):
-            raise InputError(
-                f"block {name[:60]!r} cannot be read; write blocks as L5, L5-7, L5.attention or L5.feed_forward, "
-                f"joined by +"
-            )
+            raise InputError(f"block {name[:60]!r} cannot be read; write L5, L5-7 or L5.attention, joined by +")
         kind = (match["kind"] or "").lower()
         names.append(f"{label_of((match['stack'] or '').lower(), match['layer'])}{'.' * bool(kind)}{kind}")
     return tuple(dict.fromkeys(names))

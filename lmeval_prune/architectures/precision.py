@@ -132,10 +132,7 @@ def _setting(set_precision: Callable[..., None], *args: Any) -> Iterator[None]:
 def fast_products(rows: int = MANY_ROWS) -> Iterator[None]:
     """Multiply matrices of float32 fast inside the block, but exactly unless a setting allows that they are rounded.
 
-    The setting is that of the process: other threads see it, too, and blocks may overlap.
-
-    Args:
-        rows: of the matrices that are multiplied by weights: tokens of a pass.
+    The setting is that of the process; blocks of threads may overlap. `rows` are those of the matrices (tokens).
     """
     if _matmul_precision() in (None, "high") or fast_precision() == "highest":
         yield

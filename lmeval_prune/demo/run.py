@@ -22,8 +22,7 @@ from transformers import AutoTokenizer
 from lmeval_prune.architectures.identity import model_name
 from lmeval_prune.artefacts import CREATED_BY, without_nan, write_text
 from lmeval_prune.checkpoints import embedded
-from lmeval_prune.checkpoints.loading import load_pretrained
-from lmeval_prune.checkpoints.pruned import check_folder
+from lmeval_prune.checkpoints.loading import check_folder, load_pretrained
 from lmeval_prune.comparison.distance import summarize_texts
 from lmeval_prune.comparison.tokens import Text, sentence, token_distances
 from lmeval_prune.decoding import Engine, LikelihoodRequest, Request, SamplingParams

@@ -16,12 +16,11 @@ from typing_extensions import TypedDict
 
 from lmeval_prune.artefacts import read_artefact
 from lmeval_prune.checkpoints import embedded
-from lmeval_prune.checkpoints.loading import checkpoint_identity, configuration_digests
-from lmeval_prune.checkpoints.pruned import read_manifest
+from lmeval_prune.checkpoints.loading import checkpoint_identity, configuration_digests, read_manifest
 from lmeval_prune.comparison.tokens import Text
 from lmeval_prune.distillation.options import DistillOptions
 from lmeval_prune.errors import InputError
-from lmeval_prune.pruners.calibration import CalibrationText
+from lmeval_prune.pruners.calibration import Batch, CalibrationText
 from lmeval_prune.training.questions import Document, TrainingQuestions, question_keys
 
 SCHEMA, VERSION = "lmeval-prune/distillation", 1
@@ -193,8 +192,8 @@ class Host(ABC):
         """
         drawn = self.drawn(examples.questions or examples.train)
         batches = [self.collate(drawn[start : start + 8]) for start in range(0, len(drawn), 8)]
-        pairs = tuple((batch["input_ids"], batch["attention_mask"]) for batch in batches)
-        return CalibrationText(f"{len(drawn)} training problems", pairs)
+        rows = tuple(Batch(x["input_ids"], x["attention_mask"], x["attention_mask"]) for x in batches)
+        return CalibrationText(f"{len(drawn)} training problems", rows)
 
     def drawn(self, examples: Sequence[Any]) -> list[Any]:
         """Draw as many examples by the seed as `calibration` says."""

@@ -19,8 +19,7 @@ from typing_extensions import override
 from lmeval_prune.architectures import position_limit, takes_logits_to_keep
 from lmeval_prune.artefacts import digest, read_artefact, write_artefact
 from lmeval_prune.checkpoints import embedded
-from lmeval_prune.checkpoints.loading import load_pretrained, skeleton_of
-from lmeval_prune.checkpoints.pruned import read_manifest, save_checkpoint
+from lmeval_prune.checkpoints.loading import load_pretrained, read_manifest, save_checkpoint, skeleton_of
 from lmeval_prune.comparison import tokens
 from lmeval_prune.comparison.distance import cells
 from lmeval_prune.distillation.host import Host, TrainingExamples
@@ -84,11 +83,8 @@ class LanguageHost(Host):
     @override
     def check(self) -> None:
         super().check()
-        options, (name, positions) = self.options, self.fewest_positions
-        if options.calibrate_on == "own" or options.train_on == "teacher":
+        if self.options.calibrate_on == "own" or self.options.train_on == "teacher":
             check_generative(self.task)
-        if options.calibrate_on == "own" or options.asks_teacher:
-            self.answerer.check_room(name, positions)
 
     @override
     def read(self, folder: str) -> nn.Module:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.functional import log_softmax, logsigmoid
 
 from lmeval_prune.architectures import ModelMap
-from lmeval_prune.checkpoints.pruned import first_labels, kept_layers
+from lmeval_prune.checkpoints.loading import first_labels, kept_layers
 
 _OTHER_DROPOUT = ("resid", "hidden", "output")  # dropout in attention modules that is not applied to the maps
 

@@ -22,7 +22,7 @@ from lmeval_prune.architectures import ModelMap, loadable_fingerprints, map_mode
 from lmeval_prune.artefacts import ENVELOPE, Work, check_same, content_digest, output_lock, write_artefact
 from lmeval_prune.athena.checkpoint import SETTINGS
 from lmeval_prune.checkpoints import embedded
-from lmeval_prune.checkpoints.pruned import read_manifest, removed_blocks
+from lmeval_prune.checkpoints.loading import read_manifest, removed_blocks
 from lmeval_prune.comparison.distance import summarize_texts
 from lmeval_prune.comparison.tokens import logits_of, other_distances
 from lmeval_prune.distillation.host import NOTE, SCHEMA, VERSION, Host, TrainingExamples, read_note
@@ -31,7 +31,7 @@ from lmeval_prune.distillation.options import FIRST, PREVIOUS, DistillOptions
 from lmeval_prune.distillation.trainer import DistillTrainer, check_arguments
 from lmeval_prune.errors import InputError
 from lmeval_prune.interventions.plan import Plan
-from lmeval_prune.pruners.allocation import Budget, share_of, unit_pools
+from lmeval_prune.pruners.allocation import share_of, unit_pools
 from lmeval_prune.pruners.base import Pruner, make_pruner
 from lmeval_prune.pruners.options import PruneOptions
 from lmeval_prune.pruners.parts import HEADS
@@ -297,8 +297,8 @@ def stage_pruning(
 ) -> PruneOptions:
     """Return the options of one stage, which removes from its model what `shares` of the unpruned model leave to do."""
     if within.budget != "heads":
-        budget = Budget(within.kinds, within.ratio, allocation, within)
-        before, left = (sum(pool.total for pool in unit_pools(each, budget)) for each in (unpruned, model_map))
+        pools = (unit_pools(each, within, within.kinds) for each in (unpruned, model_map))
+        before, left = (sum(pool.total for pool in each) for each in pools)
         due = shares[0] * before - (before - left)
         return replace(within, ratio=max(0.0, due) / left if left else 0.0)
     ratios = []

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from shlex import quote
 from typing import Any, Literal
 
@@ -47,7 +48,7 @@ def adapter(
     """
     from lmeval_prune.architectures import Head, map_model
     from lmeval_prune.checkpoints.loading import skeleton_of
-    from lmeval_prune.export.adapters import AdapterExport
+    from lmeval_prune.export.adapters import export_adapters
     from lmeval_prune.interventions import HeadMask, load_intervention
 
     masks = [HeadMask(names, allow_empty_layer=allow_empty_layer) for names in heads]
@@ -62,15 +63,8 @@ def adapter(
         masks += [HeadMask(str(head), allow_empty_layer=True) for head in Head.parse("+".join(pool), model_map)]
     if not masks:
         raise InputError("name heads to prune: --heads L5H3+L15H0, --mask FILE, --layers 5,15 or --each L5H0-3")
-    export = AdapterExport(pretrained, masks, output, dtype, format, served, revision)
-    written = 0
-    for name, is_new in export.run():
-        if is_new:
-            written += 1
-            print(export.output / name, flush=True)
-    counts = f"{written} adapters written, {len(export.masks) - written} kept"
-    print(f"{output}: {counts}; rank {export.rank}, {export.dtype}; merged, all are exact")
-    for line in adapter_lines(export, None if served else revision):
+    settings, config = export_adapters(pretrained, masks, output, dtype, format, served, revision)
+    for line in adapter_lines(Path(output), settings, config, None if served else revision):
         print(f"\n{line}")
     return 0
 
@@ -129,36 +123,36 @@ def model(
     return 0
 
 
-def adapter_lines(export: Any, revision: str | None) -> list[str]:
-    """Return the command lines that serve the adapters of an export, and earlier ones that the same server can load."""
+def adapter_lines(output: Path, settings: Mapping[str, Any], config: Any, revision: str | None) -> list[str]:
+    """Return the command lines that serve the adapters in a folder with these settings."""
     from lmeval_prune.export.manifest import read_adapters
 
-    settings = {"format": export.format, "base": export.base, "dtype": export.dtype}
-    found = read_adapters(export.output).values()
+    found = read_adapters(output).values()
     adapters = [each for each in found if all(each.get(name) == value for name, value in settings.items())]
-    folder, names = export.output.resolve(), [adapter["name"] for adapter in adapters]
-    if export.format == "gguf":
+    folder, names = output.resolve(), [adapter["name"] for adapter in adapters]
+    served, dtype = settings["base"]["pretrained"], settings["dtype"]
+    if settings["format"] == "gguf":
         files = " ".join(f"--lora {quote(str(folder / name / 'adapter.gguf'))}" for name in names)
-        model, comment = quote(export.served), ""
-        if not export.served.endswith(".gguf"):
-            model, comment = "MODEL.gguf", f"# MODEL.gguf: the base model in {export.dtype}, not quantised\n"
+        model, comment = quote(served), ""
+        if not served.endswith(".gguf"):
+            model, comment = "MODEL.gguf", f"# MODEL.gguf: the base model in {dtype}, not quantised\n"
         return [f"{comment}llama-server -m {model} --lora-init-without-apply {files}"]
-    served = quote(export.served) + (f" --revision {quote(revision)}" if revision else "")
+    served = quote(served) + (f" --revision {quote(revision)}" if revision else "")
     rank, slots = max(adapter["rank"] for adapter in adapters), len(names) + 1  # vLLM on a CPU needs one slot more
     projection = next(iter(adapters[0]["modules"])).rpartition(".")[2]
-    options, comment = _vllm_options(export.model_map.model.config)
+    options, comment = _vllm_options(config)
     max_rank = next((allowed for allowed in VLLM_RANKS if allowed >= rank), rank)  # vLLM refuses more
     lines = [
         f"{comment}"
         f"VLLM_PLUGINS=lora_filesystem_resolver,lmeval_prune VLLM_ALLOW_RUNTIME_LORA_UPDATING=True "
         f"VLLM_LORA_RESOLVER_CACHE_DIR={quote(str(folder))} "
-        f"vllm serve {served}{options} --dtype {export.dtype} --enable-lora --max-lora-rank {max_rank} "
+        f"vllm serve {served}{options} --dtype {dtype} --enable-lora --max-lora-rank {max_rank} "
         f"--max-loras {slots} --max-cpu-loras {slots} --lora-target-modules {projection}"
     ]
     if not options:
         paths = " ".join(quote(f"{name}={folder / name}") for name in names)
         lines.append(
-            f"python -m sglang.launch_server --model-path {served} --dtype {export.dtype} --enable-lora "
+            f"python -m sglang.launch_server --model-path {served} --dtype {dtype} --enable-lora "
             f"--lora-paths {paths} "
             f"--max-loras-per-batch {slots} --max-lora-rank {rank} --lora-target-modules {projection}"
         )

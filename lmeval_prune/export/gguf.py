@@ -30,13 +30,19 @@ from torch import Tensor
 from lmeval_prune.architectures import ModelMap, map_model, text_config
 from lmeval_prune.architectures.blocks import is_absent, layers_in
 from lmeval_prune.artefacts import check_writable, new_file
-from lmeval_prune.checkpoints.loading import check_unquantised, skeleton_of, tokenizer_of, with_weights
-from lmeval_prune.checkpoints.pruned import is_trained, manifest_of
+from lmeval_prune.checkpoints.loading import (
+    check_unquantised,
+    is_trained,
+    manifest_of,
+    skeleton_of,
+    tokenizer_of,
+    with_weights,
+)
 from lmeval_prune.decoding.request import end_tokens
 from lmeval_prune.errors import InputError
 from lmeval_prune.interventions.plan import Plan
 from lmeval_prune.surgery.card import pruning_tags, removed_lines, write_card
-from lmeval_prune.surgery.cut import cut, identity_of
+from lmeval_prune.surgery.cut import cut
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 GGUF_TYPES = {
@@ -94,7 +100,7 @@ def export_gguf(
         model, manifest = result.model, result.manifest
     else:
         model = with_weights(bare, pretrained, revision)
-        manifest = manifest_of(model) or {"parent": identity_of(map_model(model)), "stages": [], "notes": []}
+        manifest = manifest_of(model) or {"parent": map_model(model).record(), "stages": [], "notes": []}
     notes = [note for note in manifest["notes"] if note != manifest.get("about_class")]  # GGUF has no classes
     for number, layer in enumerate(gguf_layers(map_model(model))):
         if layer.fillers:
@@ -117,7 +123,7 @@ def gguf_architecture(model_map: ModelMap) -> str:
 
     - `llama` needs the same numbers of heads and channels in all layers; `deci` allows different numbers, and layers
       without attention. Both allow biases everywhere and Llama 3's rope factors. Their query and key rows have another
-      order (`interleave_rows`).
+      order.
     - `qwen2` allows only its own biases, and heads · head_dim must equal the hidden size. Any other Qwen2 is written as
       `llama` or `deci`.
     - `qwen3` is the only one that normalises queries and keys.
@@ -130,9 +136,7 @@ def gguf_architecture(model_map: ModelMap) -> str:
     has_biases = any(not (family == "qwen2" and name.endswith(_QWEN2_BIASES)) for name in biases)
     is_stock = is_uniform and not has_biases and rope_of(config)["rope_type"] != "llama3"
     if family == "qwen3" and not is_stock:
-        raise InputError(
-            "llama.cpp's qwen3 supports neither layers that differ nor biases nor llama3's rope; write a checkpoint"
-        )
+        raise InputError("llama.cpp's qwen3 has no layers that differ, biases or llama3's rope; write a checkpoint")
     first = model_map.attention[0]
     if family == "qwen3" or (family == "qwen2" and is_stock and first.heads * first.head_dim == config.hidden_size):
         return family
@@ -172,7 +176,6 @@ def gguf_layers(model_map: ModelMap) -> list[GGUFLayer]:
 
 
 def rope_of(config: Any) -> dict[str, Any]:
-    """Return the rope parameters of a configuration."""
     return {"rope_type": "default", "rope_theta": 10000.0, **(getattr(config, "rope_parameters", None) or {})}
 
 
@@ -225,12 +228,10 @@ def write_gguf_model(
         else:
             ends = end_tokens(getattr(model, "generation_config", None)) or end_tokens(model.config)
             add_tokenizer(writer, tokenizer, model.config.vocab_size, splitting, ends)
-        heads_of_rows = {}
+        heads_of_rows = dict[str, int]()
         if architecture in ("llama", "deci"):
-            names = {module: name for name, module in model.named_modules()}
             for layer in model_map.attention:
-                heads_of_rows[f"{names[layer.module]}.q_proj"] = layer.heads
-                heads_of_rows[f"{names[layer.module]}.k_proj"] = layer.kv_heads
+                heads_of_rows |= {f"{layer.name}.q_proj": layer.heads, f"{layer.name}.k_proj": layer.kv_heads}
         for number, gguf_layer in enumerate(layers):
             for part, shape in gguf_layer.fillers.items():
                 values = torch.ones(shape) if len(shape) == 1 else torch.zeros(shape)
@@ -248,22 +249,16 @@ def write_gguf_model(
                     renumbered = f"{stack}.{number}{name.removeprefix(gguf_layer.name)}"
             gguf_name = gguf_names.get_name(renumbered, (".weight", ".bias"))
             assert gguf_name, f"llama.cpp's {architecture} has no tensor for {name}"
-            heads = heads_of_rows.get(name.rpartition(".")[0])
-            add_tensor(writer, gguf_name, interleave_rows(tensor, heads) if heads else tensor, dtype)
+            if heads := heads_of_rows.get(name.rpartition(".")[0]):
+                # rope rotates pairs of a head's rows: i and i + d/2 in transformers, 2i and 2i + 1 in llama.cpp's
+                tensor = tensor.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
+            add_tensor(writer, gguf_name, tensor, dtype)
         if rope["rope_type"] == "llama3":
             frequencies = model.model.rotary_emb.inv_freq.to(torch.float64)
             exponents = torch.arange(len(frequencies), dtype=torch.float64) / len(frequencies)
             add_tensor(writer, "rope_freqs.weight", rope["rope_theta"] ** -exponents / frequencies, torch.float32)
         write_gguf(writer)
     return architecture
-
-
-def interleave_rows(rows: Tensor, heads: int) -> Tensor:
-    """Reorder the rows of a query or key projection, shape (heads * d, ...), for llama.cpp's `llama` and `deci`.
-
-    Rope rotates pairs of a head's rows: rows i and i + d/2 in transformers, rows 2i and 2i + 1 in these architectures.
-    """
-    return rows.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
 
 
 def add_tensor(writer: GGUFWriter, name: str, tensor: Tensor, dtype: torch.dtype) -> None:
@@ -276,7 +271,6 @@ def add_tensor(writer: GGUFWriter, name: str, tensor: Tensor, dtype: torch.dtype
 
 
 def write_gguf(writer: GGUFWriter) -> None:
-    """Write what was added."""
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -309,9 +303,7 @@ def add_tokenizer(
     others = [x for x in ends if x != numbers["eos"] and tokenizer.convert_ids_to_tokens(x) not in END_TEXTS]
     names = ("eos", "eot", "eom") if numbers["eos"] is None else ("eot", "eom")
     if len(others) > len(names):
-        raise InputError(
-            f"llama.cpp has names for {len(names)} of the end tokens {others}; remove some of eos_token_id"
-        )
+        raise InputError(f"llama.cpp has {len(names)} names for the end tokens {others}; remove some of eos_token_id")
     for name, number in {**numbers, **dict(zip(names, others, strict=False))}.items():
         if number is not None:
             getattr(writer, f"add_{name}_token_id")(number)
@@ -350,10 +342,7 @@ def check_tokenizer(tokenizer: Any, splitting: str | None = None) -> tuple[dict[
         raise InputError("the pre-tokenizer is not recognised; name that of llama-vocab.cpp by --splitting")
     rule, ignores_merges = RULE_OF_STEPS[known], bool(description["model"].get("ignore_merges"))
     if ignores_merges != (rule in IGNORING_MERGES):
-        raise InputError(
-            f"the tokenizer has ignore_merges {str(ignores_merges).lower()}, and llama.cpp's {rule} the opposite; "
-            f"name another rule by --splitting"
-        )
+        raise InputError(f"the tokenizer and llama.cpp's {rule} differ in ignore_merges; name another --splitting")
     return description, rule
 
 

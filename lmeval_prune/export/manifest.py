@@ -7,28 +7,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from typing_extensions import TypedDict
-
 from lmeval_prune.artefacts import content_digest, digest, file_name, read_artefact, read_json
 from lmeval_prune.errors import InputError
 from lmeval_prune.interventions.lora import read_lora_config
 
 SCHEMA, VERSION = "lmeval-prune/adapter", 1
 MANIFEST = "lmeval_prune.json"
-
-
-class Adapter(TypedDict):
-    """Fields of an adapter's manifest."""
-
-    name: str
-    heads: list[str]
-    format: str
-    dtype: str
-    rank: int
-    hash: str  # digest of weights, modules and dtype
-    base: dict[str, Any]  # the model: name, revision, digest of the checkpoint, heads
-    modules: dict[str, list[int]]
-    files: dict[str, str]
 
 
 def adapter_name(heads: Sequence[str]) -> str:
@@ -38,15 +22,11 @@ def adapter_name(heads: Sequence[str]) -> str:
 
 
 def read_adapter(folder: str | os.PathLike[str]) -> dict[str, Any]:
-    """Read the manifest of an adapter."""
-    return read_artefact(Path(folder) / MANIFEST, SCHEMA, VERSION, Adapter)[0]
+    return read_artefact(Path(folder) / MANIFEST, SCHEMA, VERSION)[0]
 
 
 def read_lora(path: str | os.PathLike[str]) -> dict[str, str]:
-    """Return the name and the digest of an ordinary LoRA adapter: a folder in PEFT's format, or a GGUF file.
-
-    The name is the folder's or the file's, under which the server has the adapter.
-    """
+    """Return the name, as on the server, and the digest of an ordinary LoRA adapter: a PEFT folder, or a GGUF file."""
     file = Path(path).expanduser().resolve()
     if file.is_file() and file.suffix == ".gguf":
         return {file.parent.name if file.stem == "adapter" else file.stem: content_digest(file)}

@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import nn
 
-from lmeval_prune.architectures import ModelMap, loadable_fingerprints, map_model
+from lmeval_prune.architectures import ModelMap, map_model
 from lmeval_prune.artefacts import read_artefact, write_artefact
 from lmeval_prune.config import Settings, to_plain_json
 from lmeval_prune.interventions.applied import applied_on, attached, changed_by, combined
@@ -156,9 +156,8 @@ class Intervention(Settings, ABC):
 
     def save(self, path: str | os.PathLike[str], model_map: ModelMap, **extra: Any) -> None:
         """Write an artefact for this model, with `extra` fields: JSON, atomically."""
-        settings, weights = self.fit_to(model_map).settings(), loadable_fingerprints(model_map.model, model_map.weights)
-        model = {"name": model_map.name, "revision": model_map.revision, "weights": weights, **model_map.signature()}
-        write_artefact(path, self.schema(), SCHEMA_VERSION, {"settings": settings, "model": model, **extra})
+        content = {"settings": self.fit_to(model_map).settings(), "model": model_map.record(), **extra}
+        write_artefact(path, self.schema(), SCHEMA_VERSION, content)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], allow_other_model: bool = False) -> Self:

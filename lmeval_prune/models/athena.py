@@ -11,8 +11,7 @@ from lmeval_prune.architectures import ModelMap, map_model
 from lmeval_prune.athena import checkpoint
 from lmeval_prune.athena.problems import Problem
 from lmeval_prune.athena.solving import answers
-from lmeval_prune.checkpoints.loading import skeleton_of
-from lmeval_prune.checkpoints.pruned import checkpoint_columns, removal_summary, valid_manifest
+from lmeval_prune.checkpoints.loading import checkpoint_columns, removal_summary, skeleton_of, valid_manifest
 from lmeval_prune.config import resolve_device
 from lmeval_prune.errors import InputError, print_input_errors
 from lmeval_prune.models.answering import AnsweringLM, log_interventions, use_lm_eval_logging

@@ -47,8 +47,8 @@ class Checkpoint:
 
     def __init__(self, loading: Mapping[str, Any]) -> None:
         self.loading = dict(loading)
-        self.path = embedded.resolve(str(loading["pretrained"]))  # or its name on the hub
-        embedded.check_name(self.path, self.loading)
+        self.path = embedded.resolve(str(loading["pretrained"]))
+        embedded.check_name(self.path)
         self.revision: Any = loading.get("revision")
         self.files = {name: str(loading[name]) for name in ("subfolder", "gguf_file") if loading.get(name)}
         self._trust = bool(loading.get("trust_remote_code"))

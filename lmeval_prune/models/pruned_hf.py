@@ -5,8 +5,9 @@ from __future__ import annotations
 import atexit
 import logging
 from contextlib import ExitStack, nullcontext, suppress
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -17,16 +18,19 @@ from lmeval_prune.artefacts import digest
 from lmeval_prune.attributes import replaced
 from lmeval_prune.checkpoints import embedded
 from lmeval_prune.checkpoints.loading import (
-    CheckedLoader,
     as_input_error,
     check_language_model,
     checkpoint_class,
+    checkpoint_columns,
     has_pruned_layers,
+    load_weights,
+    manifest_of,
+    removal_summary,
     skeleton,
+    valid_manifest,
     with_padded_rows,
 )
 from lmeval_prune.checkpoints.modeling_pruned import without_warnings_of_layers
-from lmeval_prune.checkpoints.pruned import checkpoint_columns, manifest_of, removal_summary, valid_manifest
 from lmeval_prune.config import resolve_device
 from lmeval_prune.errors import InputError, print_input_errors
 from lmeval_prune.interventions import METHODS, interventions_on
@@ -73,7 +77,7 @@ class PrunedHFLM(EngineHFLM):
             if others.get("device") is not None:
                 resolve_device(others["device"])
             model = embedded.resolve(str(model))
-            embedded.check_name(model, others)
+            embedded.check_name(model)
             self.manifest = valid_manifest(Path(model, others.get("subfolder") or ""))
         if own.responses and any(intervention.needs_order for intervention in interventions):
             raise InputError("answers that depend on their order (state=run) cannot be stored; leave out responses")
@@ -165,7 +169,7 @@ class PrunedHFLM(EngineHFLM):
         name = args[0] if args else kwargs["pretrained"]
         peft, revision = kwargs.get("peft"), kwargs.get("revision")
         with (
-            replaced(self, AUTO_MODEL_CLASS=CheckedLoader(kind)),
+            replaced(self, AUTO_MODEL_CLASS=SimpleNamespace(from_pretrained=partial(load_weights, kind))),
             as_input_error(f"the model {name} cannot be loaded"),
             with_padded_rows(peft, revision=revision) if peft else nullcontext(),
         ):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
@@ -10,7 +10,7 @@ from shutil import rmtree
 from typing import Any
 
 from lmeval_prune.config import command, resolve_device
-from lmeval_prune.errors import InputError, check_exists
+from lmeval_prune.errors import InputError
 from lmeval_prune.pruners.options import PruneOptions, PruneSettings, TextOptions
 from lmeval_prune.pruners.table import PRUNERS
 
@@ -49,8 +49,6 @@ def importance(
         device: cpu or cuda; default: a GPU if there is one
     """
     text_options = TextOptions(**calibration_options)  # refuses mistakes before torch is imported
-    if text_options.text:
-        check_exists(text_options.text)
     from lmeval_prune.architectures import map_model
     from lmeval_prune.artefacts import check_writable
     from lmeval_prune.checkpoints.loading import skeleton_of, with_weights
@@ -60,7 +58,7 @@ def importance(
     from lmeval_prune.pruners.schedule import work_of
     from lmeval_prune.reporting.plot_style import draw_scores
 
-    pruner, torch_device = make_pruner(method, options or {}), resolve_device(device)
+    pruner, torch_device, work = make_pruner(method, options or {}), resolve_device(device), _work_folder(output)
     has_width = HEADS in pruner.kinds
     kinds = DEPTH_KINDS if not has_width else KINDS if channels else (HEADS,)
     check_writable(output)
@@ -72,8 +70,8 @@ def importance(
     if source:
         text, _ = source(model_map.model)
         provenance["calibration"] = text.record()
-        record = {**provenance, "batches": [list(ids.shape) for ids, _ in text.batches]}  # sums are kept by batch
-        text = replace(text, work=work_of(_work_folder(output), record, model_map))
+        record = {**provenance, "batches": [list(x.ids.shape) for x in text.batches]}  # sums are kept by batch
+        text = replace(text, work=work_of(work, record, model_map))
     scores = score(pruner, model_map, text, [*parts_of(model_map, kinds), *depth_parts_of(model_map, kinds)]).values
     columns, scored = None, "heads"
     if has_width:
@@ -86,7 +84,7 @@ def importance(
         columns, scored = [kind.replace("_", "-") for kind in shown], "layers and blocks"
         ranked = sorted((float(x), key.replace(".", " ", 1).replace("_", "-")) for key, x in scores.items())
     Plan(scores=scores, provenance=provenance).save(output, model_map)
-    rmtree(_work_folder(output), ignore_errors=True)
+    rmtree(work, ignore_errors=True)
     draw_scores(rows, f"{method} of {model_map.name}", Path(output).with_suffix(""), columns)
     print(f"{output} and its picture: {len(ranked)} {scored} of {model_map.name} by {method}")
     print("lowest: " + ", ".join(f"{name} {score:.3f}" for score, name in ranked[:6]))
@@ -118,33 +116,35 @@ def prune(
         options: options of the method, e.g. alpha=0.5,entropy=raw
         ffn_method: method that scores channels; default: the same method
         ffn_options: options of that method, e.g. seed=1
-        scores: output of `importance`: its scores are used, not computed again. Another method and other options than
-            the stored ones are refused. With ffn_method, only the scores of heads are used
+        scores: output of `importance`: its scores are used, not computed again, with its method and options. With
+            ffn_method, only the scores of heads are used
         cut: folder for the smaller checkpoint
         revision: revision of the model
         device: cpu or cuda; default: a GPU if there is one
     """
     text_options = PruneSettings(**settings)  # refuses mistakes before torch is imported
     pruning = PruneOptions(**{field.name: getattr(text_options, field.name) for field in fields(PruneOptions)})
-    if text_options.text:
-        check_exists(text_options.text)
     from lmeval_prune.architectures import map_model
     from lmeval_prune.artefacts import check_writable
-    from lmeval_prune.checkpoints.loading import skeleton_of, tokenizer_of, with_weights
-    from lmeval_prune.checkpoints.pruned import check_folder
+    from lmeval_prune.checkpoints.loading import check_folder, skeleton_of, tokenizer_of, with_weights
     from lmeval_prune.comparison.tokens import logits_under, print_effect
     from lmeval_prune.interventions.plan import Plan
     from lmeval_prune.pruners.base import make_pruner
     from lmeval_prune.pruners.schedule import has_scores_of, resolve_options, stages
     from lmeval_prune.surgery.cut import check_cuttable, cut_to
 
-    torch_device, scored = resolve_device(device), None
-    if scores:
-        scored = Plan.load(scores)
-        if pruning.steps > 1 or scored.provenance.get("options", {}).get("steps", 1) > 1:
+    torch_device, scored = resolve_device(device), Plan.load(scores) if scores else None
+    if scored:
+        about = scored.provenance
+        if pruning.steps > 1 or about.get("options", {}).get("steps", 1) > 1:
             raise InputError("--scores are those of the unpruned model, for a single step")
-        if "method" in scored.provenance:
-            method, options = _stored_method(scores, scored.provenance, method, options)
+        if "method" in about:
+            names = {field.name for field in fields(PRUNERS.load(about["method"]))}
+            stored_options = {name: value for name, value in about.items() if name in names}
+            identity = make_pruner(about["method"], stored_options).identity
+            if method or options or any(identity.get(key) != about.get(key) for key in ("class", "version")):
+                raise InputError(f"{scores} has scores of another method or version; leave out --method or score again")
+            method, options = about["method"], stored_options
     elif not method and ffn_method and pruning.kinds == ("channels",):
         method, options = ffn_method, ffn_options
     elif not method:
@@ -228,22 +228,3 @@ def _text_source(skeleton: Any, pretrained: str, revision: str | None, options: 
 
     tokenizer = tokenizer_of(pretrained, revision, options.add_bos_token)
     return text_source(skeleton, tokenizer, options, responses_folder(options.responses, Path(output)))
-
-
-def _stored_method(
-    path: str, provenance: Mapping[str, Any], method: str | None, options: dict[str, Any] | None
-) -> tuple[str, dict[str, Any]]:
-    """Return the method and options of stored scores; refuse others, and scores of another version."""
-    from lmeval_prune.pruners.base import make_pruner
-
-    stored_method = provenance["method"]
-    names = {field.name for field in fields(PRUNERS.load(stored_method))}
-    stored = {name: value for name, value in provenance.items() if name in names}
-    pruner = make_pruner(stored_method, stored)
-    is_same = method in (None, stored_method) and make_pruner(stored_method, {**stored, **(options or {})}) == pruner
-    if not is_same or any(pruner.identity.get(key) != provenance.get(key) for key in ("class", "version")):
-        raise InputError(
-            f"{path} has scores of {stored_method} with its own options and version; leave out --method and --options, "
-            f"or score again"
-        )
-    return stored_method, stored

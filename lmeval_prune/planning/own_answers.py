@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lmeval_prune.architectures import map_model, position_limit
+from lmeval_prune.architectures import map_model
 from lmeval_prune.errors import InputError
 from lmeval_prune.models import generation
 from lmeval_prune.models.pruned_hf import PrunedHFLM
@@ -29,17 +29,11 @@ logger = logging.getLogger(__name__)
 
 
 class Question(NamedTuple):
-    """A training question.
+    """A training question."""
 
-    Attributes:
-        number: of its document; samples are drawn by it.
-        document: document of the task.
-        prompt: lm-eval's prompt.
-    """
-
-    number: int
+    number: int  # of its document; samples are drawn by it
     document: Mapping[str, Any]
-    prompt: str
+    prompt: str  # lm-eval's
 
 
 class OwnAnswer(NamedTuple):
@@ -53,27 +47,16 @@ class OwnAnswer(NamedTuple):
 
 @dataclass(frozen=True)
 class Answerer:
-    """Asks models the questions of a task, or prompts of none.
+    """Asks models the questions of a task, or prompts of none."""
 
-    Attributes:
-        task: a loaded generative task; None: prompts of no task, which have a `source`.
-        tokenizer: of the models.
-        responses: folder of the answer store.
-        temperature: 0 for greedy answers.
-        max_gen_toks: tokens of an answer at most; None: the task's.
-        seed: of sampled answers.
-        add_bos_token: as lm-eval's model_arg.
-        source: what the questions are of, for messages and random numbers; default: the task.
-    """
-
-    task: Any
+    task: Any  # loaded, generative; None: prompts of no task, which have a `source`
     tokenizer: Any
-    responses: Path
-    temperature: float = 0.0
-    max_gen_toks: int | None = None
-    seed: int = 0
-    add_bos_token: bool | None = None
-    source: str | None = None
+    responses: Path  # folder of the answer store
+    temperature: float = 0.0  # 0: greedy answers
+    max_gen_toks: int | None = None  # tokens of an answer at most; None: the task's
+    seed: int = 0  # of sampled answers
+    add_bos_token: bool | None = None  # as lm-eval's model_arg
+    source: str | None = None  # what the questions are of, for messages and random numbers; None: the task
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -88,15 +71,7 @@ class Answerer:
 
     @property
     def length(self) -> int:
-        """Largest number of tokens of an answer."""
         return generation.answer_limit(self.settings)
-
-    def check_room(self, name: str, positions: int | None) -> None:
-        """Raise `InputError` if answers can be as long as the positions of a model; None: it names no number."""
-        if positions is not None and self.length >= positions:
-            raise InputError(
-                f"max_gen_toks={self.length} leaves no room for a prompt: {name} has {positions} positions"
-            )
 
     def answers(self, model: Any, questions: Sequence[Question]) -> list[OwnAnswer]:
         """Return a model's answer to each question, from the store or generated now, with its interventions."""
@@ -132,19 +107,11 @@ class Answerer:
         cut_off, tokens = bool(record.get("cut_off")), list(record.get("tokens") or ())
         if not tokens or not (cut_off or tokens[-1] in (params.eos or ())):
             end = [] if cut_off else [int(self.tokenizer.eos_token_id)]
-            tokens = [*self._tokens_of(lm, text, tokens), *end]
+            # what was generated before a stop text; the text is tokenised if it has no tokens or ends within one
+            heads = (tokens[:count] for count in range(len(tokens), 0, -1))
+            own = next((head for head in heads if lm.tok_decode(head) == text), None)
+            tokens = [*(self.tokenizer.encode(text, add_special_tokens=False) if own is None else own), *end]
         return OwnAnswer(prompt, tuple(tokens), text, cut_off)
-
-    def _tokens_of(self, lm: PrunedHFLM, text: str, generated: list[int]) -> list[int]:
-        """Return the generated tokens of a text before a stop text; tokenise it if it has none or ends within one."""
-        for count in reversed(range(1, len(generated) + 1)):
-            decoded = lm.tok_decode(generated[:count])
-            if decoded == text:
-                return generated[:count]
-            if len(decoded) < len(text):
-                break
-        encoded: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
-        return encoded
 
     def outcomes(self, questions: Sequence[Question], answers: Sequence[OwnAnswer]) -> list[bool]:
         """Return whether each answer is right, by the task's own filter and metric; see `choose_metric`."""
@@ -159,30 +126,21 @@ class Answerer:
 def text_source(
     skeleton: Any, tokenizer: Any, options: TextOptions, responses: Path, source: Any = None
 ) -> Callable[[Any], tuple[CalibrationText, Renew | None]]:
-    """Return a function that gives a model with its weights its text, and the function that renews the text.
+    """Return a function that gives a model with its weights its text, and the function that renews it, if any does.
 
-    Without a renewal all steps read the same. `InputError` if the skeleton, a model perhaps without weights, cannot
-    read or answer. `source`: see `read_calibration`.
+    `InputError` if the skeleton, a model perhaps without weights, cannot read or answer. `source`: see
+    `read_calibration`.
     """
     if options.calibrate_on == "own":
         own = OwnText(skeleton, tokenizer, options, responses, source)
         return lambda model: (own.of(model), own.renewed(model))
-    check_length(skeleton, options.window)
-    reading = (options.windows, options.window, options.batch, options.seed)
-    tokenisation = (options.apply_chat_template, options.add_bos_token)
-    text = read_calibration(tokenizer, options.text, options.task, *reading, *tokenisation, source)
+    check_length(skeleton, options.tokens)
+    text = read_calibration(tokenizer, options, source)
     return lambda model: (text, None)
 
 
 class OwnText:
-    """Calibration text of a model's own answers to training questions of a task.
-
-    Args:
-        skeleton, tokenizer: the model, perhaps without weights, and its tokenizer.
-        options: task, number of questions, sampling.
-        responses: folder of the answer store.
-        source: the task and its training documents; None: they are read now.
-    """
+    """Calibration text of a model's own answers to training questions of a task; the skeleton may have no weights."""
 
     def __init__(self, skeleton: Any, tokenizer: Any, options: TextOptions, responses: Path, source: Any) -> None:
         if not (model_map := map_model(skeleton)).predicts_next_token:
@@ -199,7 +157,6 @@ class OwnText:
         self.questions = [Question(n, documents[n], prompt_of(task, documents[n], chat)) for n in numbers]
         sampling = (options.sample_temperature, options.max_gen_toks, options.seed)
         self.answerer = Answerer(task, tokenizer, responses, *sampling, options.add_bos_token)
-        self.answerer.check_room("this model", position_limit(skeleton))
 
     def of(self, model: Any) -> CalibrationText:
         """Return the text of a model, with its interventions."""
@@ -243,5 +200,4 @@ def check_generative(task: Any) -> None:
 
 
 def responses_folder(responses: str | None, output: Path) -> Path:
-    """Return the folder of the answer store: the one that is named, or `NAME.responses` beside the output."""
     return Path(responses) if responses else output.with_name(f"{output.name.removesuffix('.json')}.responses")

@@ -1,9 +1,8 @@
 """Allocate a pruning budget to layers: decide how many units each layer loses.
 
 The units that a layer can lose of one kind (heads or channels, or the layer itself or a block) form a `UnitPool`. A
-budget is a share of all units in the pools. A budget of parameters is met within one unit, or refused; only
-`flap_reference`, which does not count parameters, may miss it. A budget of heads or channels removes as many whole
-units as fit.
+ratio is a share of all units in the pools. One of parameters is met within one unit, or refused; only `flap_reference`,
+which does not count parameters, may miss it. One of heads or channels removes as many whole units as fit.
 """
 
 from __future__ import annotations
@@ -42,16 +41,6 @@ _EMPTY_LAYER = "a ratio of {} would empty a layer; lower --ratio, or --allow_emp
 
 
 @dataclass(frozen=True)
-class Budget:
-    """Share of some kinds of parts that is removed."""
-
-    kinds: tuple[str, ...]  # as in `parts.py`
-    ratio: float
-    allocation: str  # see `PruneOptions.allocation`
-    options: PruneOptions  # resolved
-
-
-@dataclass(frozen=True)
 class UnitPool:
     """Equal units that one layer can lose."""
 
@@ -64,22 +53,18 @@ class UnitPool:
 
     @property
     def kind(self) -> str:
-        """Kind of the part, as in `parts.py`."""
         return self.key.partition(".")[0]
 
     @property
     def label(self) -> str:
-        """Label of the layer, `L0`."""
         return self.key.partition(".")[2]
 
     @property
     def size(self) -> int:
-        """Number of units, removed ones included."""
         return len(self.units) + self.removed
 
     @property
     def total(self) -> float:
-        """Cost of all units, removed ones included."""
         return self.size * self.cost
 
     def limit(self, allow_empty: bool) -> int:
@@ -90,20 +75,23 @@ class UnitPool:
 
 
 def unit_pools(
-    model_map: ModelMap, budget: Budget, scores: Mapping[str, Tensor] | None = None, removed: Removed | None = None
+    model_map: ModelMap,
+    options: PruneOptions,
+    kinds: Sequence[str],
+    scores: Mapping[str, Tensor] | None = None,
+    removed: Removed | None = None,
 ) -> list[UnitPool]:
-    """Return the pools of a budget, layer by layer, heads before channels.
+    """Return the pools of kinds of parts by resolved options, layer by layer, heads before channels.
 
     `removed` are members that earlier steps removed. Where a stack would lose all its attention, the layer or block
     with attention and the highest score stays.
     """
-    options, pools, skipped = budget.options, list[UnitPool](), set[str]()
-    scores = scores and standardised(scores, removed or {}, budget.allocation)
+    pools, skipped = list[UnitPool](), set[str]()
     for stack in model_map.stacks:
         labels = list(dict.fromkeys(sublayer.label for sublayer in model_map.sublayers if sublayer.stack == stack))
         skipped |= {*labels[: options.skip_first], *labels[len(labels) - options.skip_last :]}
     unit = options.unit or "head"
-    parts: list[Part | DepthPart] = [*parts_of(model_map, budget.kinds), *depth_parts_of(model_map, budget.kinds)]
+    parts: list[Part | DepthPart] = [*parts_of(model_map, kinds), *depth_parts_of(model_map, kinds)]
     for part in parts:
         if part.label in skipped:
             continue
@@ -136,10 +124,7 @@ def _ranked(part: Part | DepthPart, scores: Tensor, unit: str, removed: set[int]
 
 
 def standardised(scores: Mapping[str, Tensor], removed: Removed, allocation: str) -> Mapping[str, Tensor]:
-    """Return scores that an allocation can compare between layers.
-
-    Allocations in `STANDARDISED` get mean 0 and deviation 1 over the remaining members, or their columns, of each part.
-    """
+    """Return scores that an allocation compares: of `STANDARDISED`, with mean 0 and deviation 1 by part."""
     if allocation not in STANDARDISED:
         return scores
     correction, result = int(allocation == REFERENCE), {}
@@ -152,21 +137,21 @@ def standardised(scores: Mapping[str, Tensor], removed: Removed, allocation: str
     return result
 
 
-def allocate(pools: Sequence[UnitPool], budget: Budget) -> list[int]:
+def allocate(pools: Sequence[UnitPool], options: PruneOptions, ratio: float, allocation: str) -> list[int]:
     """Return how many units each pool loses, earlier steps included; refuse a ratio that would empty a layer."""
-    options, allocation = budget.options, budget.allocation
     if options.budget == "heads":
-        return _whole_units(pools, budget)
+        return _whole_units(pools, options, ratio, allocation)
     if allocation in ("uniform", "log"):
-        return _by_layer(pools, budget)
+        return _by_layer(pools, options, ratio, allocation)
     if allocation == REFERENCE:
-        return _below_threshold(pools, budget)
+        return _below_threshold(pools, ratio, options.allow_empty_layer)
     counts = [0] * len(pools)
     by_kind: list[tuple[str, ...]] = [(HEADS,), (CHANNELS,)]
     width = [(HEADS, CHANNELS)] if allocation in ("standardised", "joint") else by_kind
     for kinds in [*width, (LAYERS,), (ATTENTION, FEED_FORWARD)]:  # whose units are compared with each other
         indices = [index for index, pool in enumerate(pools) if pool.kind in kinds]
-        for index, count in zip(indices, _nearest([pools[i] for i in indices], budget), strict=True):
+        nearest = _nearest([pools[i] for i in indices], ratio, options.allow_empty_layer)
+        for index, count in zip(indices, nearest, strict=True):
             counts[index] = count
     return counts
 
@@ -187,19 +172,18 @@ def removed_by(pools: Sequence[UnitPool], counts: Sequence[int], before: Removed
 
 
 def parameter_counts(pools: Sequence[UnitPool], counts: Sequence[int]) -> dict[str, int]:
-    """Return the numbers of removable and of removed parameters."""
     removed = sum(count * pool.cost for pool, count in zip(pools, counts, strict=True))
     return {"removable": round(sum(pool.total for pool in pools)), "removed": round(removed)}
 
 
-def _whole_units(pools: Sequence[UnitPool], budget: Budget) -> list[int]:
-    """Remove the lowest units that fit into the budget; a positive multiple of `ffn_multiple` channels stays."""
+def _whole_units(pools: Sequence[UnitPool], options: PruneOptions, ratio: float, allocation: str) -> list[int]:
+    """Remove the lowest units that fit into the ratio; one channel of a layer stays."""
     counts = [pool.removed for pool in pools]
-    removes_heads = budget.kinds == (HEADS,)
-    allow_empty = budget.options.allow_empty_layer or not removes_heads
+    removes_heads = all(pool.kind == HEADS for pool in pools)
+    allow_empty = options.allow_empty_layer or not removes_heads
     indices = range(len(pools))
-    for compared in [[index] for index in indices] if budget.allocation == "uniform" else [[*indices]]:
-        due = share_of(budget.ratio, sum(pools[i].total for i in compared))
+    for compared in [[index] for index in indices] if allocation == "uniform" else [[*indices]]:
+        due = share_of(ratio, sum(pools[i].total for i in compared))
         left = due - sum(counts[i] * pools[i].cost for i in compared)
         for position in _lowest_first([pools[i] for i in compared], allow_empty).tolist():
             index = compared[position]
@@ -208,17 +192,16 @@ def _whole_units(pools: Sequence[UnitPool], budget: Budget) -> list[int]:
                 left -= pools[index].cost
     if removes_heads:
         return counts
-    multiple = budget.options.ffn_multiple
-    widths = [-(-max(1, pool.size - count) // multiple) * multiple for pool, count in zip(pools, counts, strict=True)]
-    return [pool.size - min(pool.size - pool.removed, width) for pool, width in zip(pools, widths, strict=True)]
+    return [max(pool.removed, min(count, pool.size - 1)) for pool, count in zip(pools, counts, strict=True)]
 
 
-def _by_layer(pools: Sequence[UnitPool], budget: Budget) -> list[int]:
+def _by_layer(pools: Sequence[UnitPool], options: PruneOptions, ratio: float, allocation: str) -> list[int]:
     """Round in each layer and add the remainder to the next; what the last layers cannot lose, earlier layers lose."""
     carried = {HEADS: 0.0, CHANNELS: 0.0}
-    limits = [pool.limit(budget.options.allow_empty_layer) for pool in pools]
+    limits = [pool.limit(options.allow_empty_layer) for pool in pools]
+    shares = _log_shares(pools, ratio, options.log_start * ratio) if allocation == "log" else [ratio] * len(pools)
     counts = []
-    for pool, share, limit in zip(pools, _layer_shares(pools, budget), limits, strict=True):
+    for pool, share, limit in zip(pools, shares, limits, strict=True):
         due = carried[pool.kind] + share * pool.size * pool.cost
         count = min(max(math.floor(due / pool.cost + 0.5), pool.removed), limit)
         carried[pool.kind] = due - count * pool.cost
@@ -230,20 +213,19 @@ def _by_layer(pools: Sequence[UnitPool], budget: Budget) -> list[int]:
         carried[pool.kind] -= more * pool.cost
     for kind, left in carried.items():
         if left > max((pool.cost for pool in pools if pool.kind == kind), default=0.0) * _HALF:
-            raise InputError(_EMPTY_LAYER.format(budget.ratio))
+            raise InputError(_EMPTY_LAYER.format(ratio))
     return counts
 
 
-def _layer_shares(pools: Sequence[UnitPool], budget: Budget) -> list[float]:
-    """Return each pool's share; for `log`: r_i = r_0 + (r_last − r_0) · log(i + 1) / log L, with the ratio as mean."""
+def _log_shares(pools: Sequence[UnitPool], ratio: float, first: float) -> list[float]:
+    """Return each pool's share: r_i = r_0 + (r_last − r_0) · log(i + 1) / log L, with the ratio as mean."""
     labels = list(dict.fromkeys(pool.label for pool in pools))
-    if budget.allocation == "uniform" or len(labels) == 1:
-        return [budget.ratio] * len(pools)
+    if len(labels) == 1:
+        return [ratio] * len(pools)
     depths = [math.log(labels.index(pool.label) + 1) / math.log(len(labels)) for pool in pools]
     sizes = [pool.total for pool in pools]
     mean_depth = sum(depth * size for depth, size in zip(depths, sizes, strict=True)) / sum(sizes)
-    first = budget.options.log_start * budget.ratio
-    rise = (budget.ratio - first) / mean_depth
+    rise = (ratio - first) / mean_depth
     return [first + rise * depth for depth in depths]
 
 
@@ -253,35 +235,35 @@ def _lowest_first(pools: Sequence[UnitPool], allow_empty: bool) -> Tensor:
     return owners[torch.cat([p.scores[:n] for p, n in zip(pools, removable, strict=True)]).argsort(stable=True)]
 
 
-def _nearest(pools: Sequence[UnitPool], budget: Budget) -> list[int]:
-    """Remove the lowest units of all pools whose total cost is nearest to the budget."""
+def _nearest(pools: Sequence[UnitPool], ratio: float, allow_empty: bool) -> list[int]:
+    """Remove the lowest units of all pools whose total cost is nearest to the ratio."""
     if not pools:
         return []
-    due = sum(budget.ratio * pool.total - pool.removed * pool.cost for pool in pools)
-    owners = _lowest_first(pools, budget.options.allow_empty_layer)
+    due = sum(ratio * pool.total - pool.removed * pool.cost for pool in pools)
+    owners = _lowest_first(pools, allow_empty)
     costs = torch.tensor([pool.cost for pool in pools], dtype=torch.float64)[owners]
     sums = torch.cat([torch.zeros(1, dtype=torch.float64), costs.cumsum(0)])
     number = int((sums - due).abs().argmin())
     if due - float(sums[number]) > max(pool.cost for pool in pools) * _HALF:
-        raise InputError(_EMPTY_LAYER.format(budget.ratio))
+        raise InputError(_EMPTY_LAYER.format(ratio))
     removed = torch.bincount(owners[:number], minlength=len(pools)).tolist()
     return [pool.removed + count for pool, count in zip(pools, removed, strict=True)]
 
 
-def _below_threshold(pools: Sequence[UnitPool], budget: Budget) -> list[int]:
+def _below_threshold(pools: Sequence[UnitPool], ratio: float, allow_empty: bool) -> list[int]:
     """Return how many units each pool loses by FLAP's released code.
 
-    Units are kept from the highest score down until their total cost is nearest to the target. The score of the last
-    kept unit is the threshold, and units at or below it are removed. If earlier steps reached the target, none is.
+    From the highest score down, units stay until their cost is nearest to the target; those at or below the last one's
+    score go.
     """
     costs = torch.tensor([float(REFERENCE_COSTS[pool.kind]) for pool in pools], dtype=torch.float64)
     scores = torch.cat([pool.scores for pool in pools])
     ranked, order = scores.sort(descending=True, stable=True)
     cumulative_costs = costs.repeat_interleave(torch.tensor([len(pool.units) for pool in pools]))[order].cumsum(0)
     total = float((costs * torch.tensor([pool.size for pool in pools])).sum())
-    target = (1 - budget.ratio) * total
+    target = (1 - ratio) * total
     if not len(cumulative_costs) or cumulative_costs[-1] <= target:
         return [pool.removed for pool in pools]
     threshold = ranked[(cumulative_costs - target).abs().argmin()]
     counts = [pool.removed + int((pool.scores <= threshold).sum()) for pool in pools]
-    return [min(pool.limit(budget.options.allow_empty_layer), count) for pool, count in zip(pools, counts, strict=True)]
+    return [min(pool.limit(allow_empty), count) for pool, count in zip(pools, counts, strict=True)]

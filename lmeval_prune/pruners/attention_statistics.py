@@ -1,8 +1,7 @@
 """Compute statistics of attention weights over calibration text without storing whole attention matrices.
 
-Weights are recomputed from queries and keys before the model's own attention runs, one block of queries at a time. The
-forward pass does not change. Families that do not call attention functions through transformers' interface return
-their weights instead.
+Weights are recomputed from queries and keys, one block of queries at a time, before the model's own attention runs.
+Families that do not call attention functions through transformers' interface return their weights instead.
 """
 
 from __future__ import annotations
@@ -125,7 +124,7 @@ def _read_output_attentions(
     device = input_device(model)
     base = getattr(model, "get_base_model", lambda: model)().base_model  # without PEFT and the output head
     with eager_attention(model), torch.no_grad(), stop_forward_at(base, after=True):  # only eager returns weights
-        for ids, real, counted in ((tensor.to(device) for tensor in batch) for batch in text):
+        for ids, real, counted in ((tensor.to(device) for tensor in batch) for batch in text.batches):
             try:
                 layers = model(ids, attention_mask=real, output_attentions=True).attentions
             except StopForward as stop:

@@ -1,8 +1,7 @@
 """The base class of pruners: a pruner scores heads and channels, or layers and blocks; the lowest scores are removed.
 
-A pruner is a frozen dataclass and a line in `PRUNERS` of `table.py`, or an entry point in `lmeval_prune.pruners` of
-another package. Its fields are its options. It implements `scores`; all pruners share counting, units, schedules and
-plans (`allocation.py`, `schedule.py`).
+A pruner is a frozen dataclass with a line in `PRUNERS` of `table.py`, or an entry point in `lmeval_prune.pruners` of
+another package. Its fields are its options.
 """
 
 from __future__ import annotations
@@ -84,7 +83,6 @@ class Pruner(Settings, ABC):
             raise InputError(f"{pruner_name(self)} needs the next-token distributions of a causal language model")
 
     def require_text(self, text: CalibrationText | None) -> CalibrationText:
-        """Return the calibration text, or raise `InputError` if it is None."""
         if text is None:
             raise InputError(f"{pruner_name(self)} needs a calibration text; give --task NAME or --text FILE")
         return text
@@ -121,5 +119,4 @@ def make_pruner(name: str, options: Mapping[str, Any]) -> Pruner:
 
 
 def pruner_name(pruner: Pruner) -> str:
-    """Return the method name of a pruner."""
     return PRUNERS.name_of(type(pruner), type(pruner).__name__)

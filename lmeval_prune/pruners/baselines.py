@@ -21,7 +21,6 @@ class Magnitude(Pruner):
     allocation: ClassVar[str] = "uniform"
 
     def scores(self, model_map: ModelMap, text: CalibrationText | None, parts: list[Part], removed: Removed) -> Scores:
-        """Sum the column norms; see `Pruner.scores`."""
         return Scores({part.key: part.weight.norm(dim=0).unflatten(0, (part.size, -1)).sum(1) for part in parts})
 
 
@@ -37,6 +36,5 @@ class RandomScores(Pruner):
     seed: Seed = 0
 
     def scores(self, model_map: ModelMap, text: CalibrationText | None, parts: list[Any], removed: Removed) -> Scores:
-        """Draw the scores; see `Pruner.scores`."""
         generators = {kind: torch.Generator().manual_seed(self.seed + n) for n, kind in enumerate(self.kinds)}
         return Scores({p.key: torch.rand(p.size, generator=generators[p.kind], dtype=torch.float64) for p in parts})

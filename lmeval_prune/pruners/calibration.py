@@ -10,8 +10,8 @@ import hashlib
 import logging
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,6 +23,7 @@ from tqdm import tqdm
 from lmeval_prune.architectures import input_device, position_limit
 from lmeval_prune.artefacts import Work, read_texts
 from lmeval_prune.errors import InputError
+from lmeval_prune.pruners.options import TextOptions
 from lmeval_prune.tasks.prompts import target_of, text_of, training_documents
 
 logger = logging.getLogger(__name__)
@@ -42,24 +43,18 @@ class CalibrationText:
     """Batches of token ids for calibration."""
 
     name: str  # source of the text
-    batches: tuple[tuple[Tensor, Tensor], ...]  # token ids (rows, tokens); mask of real tokens, 0 for padding
+    batches: tuple[Batch, ...]
     tokenisation: Mapping[str, Any] = field(default_factory=dict)  # special tokens; whether a chat template is applied
-    counted: tuple[Tensor, ...] | None = None  # masks of the tokens that are measured, by batch; None: all real tokens
     unread: Sequence[Sequence[int]] = field(default=(), compare=False)  # windows that follow in the text
     work: Work | None = field(default=None, compare=False)  # of a scoring of many passes, which goes on after a kill
 
     @classmethod
     def from_windows(
-        cls,
-        name: str,
-        windows: Tensor,
-        batch: int = 8,
-        real: Tensor | None = None,
-        tokenisation: Mapping[str, Any] | None = None,
+        cls, name: str, windows: Tensor, batch: int = 8, real: Tensor | None = None, **fields: Any
     ) -> CalibrationText:
-        """Split windows of token ids, (windows, tokens), into batches."""
+        """Split windows of token ids, (windows, tokens), into batches; `fields` are others of the text."""
         real = torch.ones_like(windows) if real is None else real
-        return cls(name, tuple(zip(windows.split(batch), real.split(batch), strict=True)), tokenisation or {})
+        return cls(name, tuple(map(Batch, *(x.split(batch) for x in (windows, real, real)))), **fields)
 
     @classmethod
     def from_answers(
@@ -72,11 +67,10 @@ class CalibrationText:
     ) -> CalibrationText:
         """Make a text of prompts and answers, token ids, each pair in a row of its own, padded on the right.
 
-        Pairs are sorted by length, so that batches have little padding. Without `prompts_count`, only the tokens of the
-        answers are measured.
+        Without `prompts_count`, only the tokens of the answers are measured.
         """
-        answers = sorted(answers, key=lambda pair: len(pair[0]) + len(pair[1]))
-        batches, counted = [], []
+        answers = sorted(answers, key=lambda pair: len(pair[0]) + len(pair[1]))  # so that batches have little padding
+        batches = []
         for start in range(0, len(answers), batch):
             rows = answers[start : start + batch]
             width = max(len(prompt) + len(answer) for prompt, answer in rows)
@@ -86,36 +80,28 @@ class CalibrationText:
                 ids[row, :length] = torch.tensor([*prompt, *answer])
                 real[row, :length] = 1
                 measured[row, 0 if prompts_count else len(prompt) : length] = 1
-            batches.append((ids, real))
-            counted.append(measured)
-        return cls(name, tuple(batches), tokenisation or {}, None if prompts_count else tuple(counted))
-
-    def __iter__(self) -> Iterator[Batch]:
-        masks = self.counted or tuple(real for _, real in self.batches)
-        return (Batch(ids, real, counted) for (ids, real), counted in zip(self.batches, masks, strict=True))
+            batches.append(Batch(ids, real, measured))
+        return cls(name, tuple(batches), tokenisation or {})
 
     @property
     def tokens(self) -> int:
-        """Number of tokens that are measured."""
-        return int(sum(batch.counted.sum() for batch in self))
+        return int(sum(batch.counted.sum() for batch in self.batches))
 
     def record(self) -> dict[str, Any]:
         """Return the record of this text that a plan stores."""
-        state = hashlib.sha256()
-        for batch in self:
+        state, all_count = hashlib.sha256(), all(torch.equal(batch.real, batch.counted) for batch in self.batches)
+        for batch in self.batches:
             for row, real, counted in zip(*batch, strict=True):
                 state.update(repr(row[real.bool()].tolist()).encode())
-                if self.counted is not None:
+                if not all_count:
                     state.update(repr(counted[real.bool()].tolist()).encode())
-        counts = {"windows": sum(len(ids) for ids, _ in self.batches), "tokens": self.tokens}
+        counts = {"windows": sum(len(batch.ids) for batch in self.batches), "tokens": self.tokens}
         return {"text": self.name, **counts, **self.tokenisation, "sha256": state.hexdigest()[:16]}
 
     def run(self, model: Any) -> Iterator[Batch]:
-        """Run the model, without its output head, on each batch.
+        """Run the model, without its output head, on each batch; yield it, on the device, before its forward pass.
 
-        Yields:
-            Each batch, on the model's device, before its forward pass. What hooks collect is available in the next
-            iteration.
+        What hooks collect is available in the next iteration.
         """
         with torch.no_grad(), stop_forward_at(getattr(model, "get_output_embeddings", lambda: None)()):
             for batch, inputs in self.inputs(model):
@@ -126,11 +112,10 @@ class CalibrationText:
     def inputs(self, model: Any) -> Iterator[tuple[Batch, dict[str, Any]]]:
         """Yield each batch and the model's arguments for it, on the model's device.
 
-        An encoder-decoder reads the batch in both stacks; the decoder inputs are shifted labels, as in lm-eval. A
-        progress bar is shown if this takes longer than half a minute.
+        An encoder-decoder reads the batch in both stacks; the decoder inputs are shifted labels, as in lm-eval.
         """
         device = input_device(model)
-        for batch in tqdm(self, "calibration", len(self.batches), leave=False, delay=30, mininterval=5):
+        for batch in tqdm(self.batches, "calibration", leave=False, delay=30, mininterval=5):
             batch = Batch(*(tensor.to(device) for tensor in batch))
             is_padded = not bool(batch.real.all())
             inputs: dict[str, Any] = {"input_ids": batch.ids}
@@ -146,10 +131,9 @@ class CalibrationText:
 
 
 class StopForward(Exception):  # noqa: N818 - not an error
-    """Ends a forward pass early; `output` holds the inputs or the output of the module that ended it."""
+    """Ends a forward pass early; holds the output of the module that ended it."""
 
-    def __init__(self, output: Any) -> None:
-        super().__init__("the forward pass ends here")
+    def __init__(self, output: Any = None) -> None:
         self.output = output
 
 
@@ -157,17 +141,15 @@ class StopForward(Exception):  # noqa: N818 - not an error
 def stop_forward_at(module: nn.Module | None, after: bool = False) -> Iterator[None]:
     """Raise `StopForward` before a module runs, or after it, inside the block; do nothing for None."""
 
-    def stop(_: nn.Module, values: Any, output: Any = None) -> None:
-        raise StopForward(output if after else values)
+    def stop(_: nn.Module, __: Any, output: Any = None) -> None:
+        raise StopForward(output)
 
-    hook = None
-    if module is not None:
-        hook = module.register_forward_hook(stop) if after else module.register_forward_pre_hook(stop, prepend=True)
-    try:
+    with ExitStack() as stack:
+        if module is not None and after:
+            stack.callback(module.register_forward_hook(stop).remove)
+        elif module is not None:
+            stack.callback(module.register_forward_pre_hook(stop, prepend=True).remove)
         yield
-    finally:
-        if hook:
-            hook.remove()
 
 
 def check_length(model: Any, tokens: int) -> None:
@@ -178,11 +160,9 @@ def check_length(model: Any, tokens: int) -> None:
 
 
 def encode(tokenizer: Any, text: str, add_bos_token: bool | None = None) -> list[int]:
-    """Tokenise a text with special tokens as lm-eval's `hf` tokenises a prompt (`HFLM.tok_encode`).
-
-    No special tokens are added if the text begins with the beginning-of-text token, as chat templates write it.
-    """
-    special = False if _begins_with_bos(tokenizer, text) else add_bos_token
+    """Tokenise a text as `HFLM.tok_encode` does: without special tokens if it begins with the BOS token."""
+    bos = _bos_text(tokenizer)
+    special = False if bos is not None and text.startswith(bos) else add_bos_token
     return list(tokenizer.encode(text, **({} if special is None else {"add_special_tokens": special})))
 
 
@@ -197,14 +177,9 @@ def encode_continuation(tokenizer: Any, text: str) -> list[int]:
     return after_line[len(line) :] if adds_space and after_line[: len(line)] == line else ids_of(text)
 
 
-def _begins_with_bos(tokenizer: Any, text: str) -> bool:
-    bos = _bos_token_id(tokenizer)
-    return bos is not None and text.startswith(tokenizer.decode(bos))
-
-
-def _bos_token_id(tokenizer: Any) -> int | None:
-    bos: int | None = tokenizer.bos_token_id
-    return tokenizer.eos_token_id if bos is None else bos
+def _bos_text(tokenizer: Any) -> str | None:
+    bos = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
+    return None if bos is None else str(tokenizer.decode(bos))
 
 
 def special_tokens(tokenizer: Any, text: str, add_bos_token: bool | None = None) -> tuple[list[int], list[int]]:
@@ -213,9 +188,7 @@ def special_tokens(tokenizer: Any, text: str, add_bos_token: bool | None = None)
     A chat template may itself begin with the beginning-of-text token, e.g. as the marker of a turn. Then it is removed
     before the text is tokenised, and no tokens are added after a window, as in `encode`.
     """
-    plain = text
-    if _begins_with_bos(tokenizer, text):
-        plain = text.removeprefix(tokenizer.decode(_bos_token_id(tokenizer)))
+    plain = text.removeprefix(_bos_text(tokenizer) or "")
     ids, bare = encode(tokenizer, plain, add_bos_token), tokenizer.encode(plain, add_special_tokens=False)
     for start in range(len(ids) - len(bare) + 1):
         if ids[start : start + len(bare)] == bare:
@@ -223,37 +196,27 @@ def special_tokens(tokenizer: Any, text: str, add_bos_token: bool | None = None)
     raise InputError("the tokenizer splits a text in another way when it adds special tokens; give add_bos_token=false")
 
 
-def read_calibration(
-    tokenizer: Any,
-    text: str | None,
-    task: str | None,
-    windows: int = 128,
-    tokens: int = 128,
-    batch: int = 8,
-    seed: int = 0,
-    apply_chat_template: bool = False,
-    add_bos_token: bool | None = None,
-    source: Any = None,
-) -> CalibrationText:
-    """Read calibration windows.
+def read_calibration(tokenizer: Any, options: TextOptions, source: Any = None) -> CalibrationText:
+    """Read calibration windows: paragraphs of a text, texts of a .jsonl file, or training problems with their answers.
 
-    The paragraphs of a text file, the texts of a .jsonl file, or a task's training problems with their answers, are
-    shuffled and concatenated. The result is cut into windows, and each gets the special tokens of a prompt. Arguments
-    as in `TextOptions`; `source` is what `training_documents` or `read_texts` has returned, if it was read before.
+    They are shuffled and concatenated. The result is cut into windows, and each gets the special tokens of a prompt.
+    `source` is what `training_documents` or `read_texts` has returned, if it was read before.
     """
-    if text is None:
-        loaded, documents = source or training_documents(str(task))
+    windows, tokens, chat = options.windows, options.tokens, options.apply_chat_template
+    if options.text is None:
+        loaded, documents = source or training_documents(str(options.task))
         pieces = list(documents)
-        to_text: Callable[[Any], str] = partial(_written, loaded, chat=tokenizer if apply_chat_template else None)
-        name = f"training split of {task}"
-    elif apply_chat_template:
+        to_text: Callable[[Any], str] = partial(_written, loaded, chat=tokenizer if chat else None)
+        name = f"training split of {options.task}"
+    elif chat:
         raise InputError("a text file has no turns; leave out --apply_chat_template, or give --task NAME")
     else:
-        texts, to_text, name = source or read_texts(Path(text)), str, f"file {Path(text).name}"
-        paragraphs = texts if text.endswith(".jsonl") else texts[0].split("\n\n")
+        path, to_text = Path(options.text), str
+        texts, name = source or read_texts(path), f"file {path.name}"
+        paragraphs = texts if path.suffix == ".jsonl" else texts[0].split("\n\n")
         pieces = [f"{paragraph.strip()}\n\n" for paragraph in paragraphs if paragraph.strip()]
-    random.Random(seed).shuffle(pieces)
-    before, after = special_tokens(tokenizer, to_text(pieces[0]), add_bos_token)
+    random.Random(options.seed).shuffle(pieces)
+    before, after = special_tokens(tokenizer, to_text(pieces[0]), options.add_bos_token)
     ids: list[int] = []
     for piece in pieces:
         ids += tokenizer.encode(to_text(piece), add_special_tokens=False)
@@ -262,15 +225,13 @@ def read_calibration(
     every = _windows(ids, tokens, before, after)
     rows, unread = every[:windows], every[windows : windows + UNREAD]
     if not rows:
-        raise InputError(
-            f"the text ({name}) has {len(ids)} tokens, less than a window of {tokens}; give fewer --tokens"
-        )
+        raise InputError(f"the text ({name}) has only {len(ids)} tokens; give fewer --tokens")
     if len(rows) < windows:
-        logger.warning("the text (%s) gives %d of %d windows of %d tokens", name, len(rows), windows, tokens)
+        logger.warning("the text (%s) gives %d of %d windows", name, len(rows), windows)
     special = {"before": tokenizer.convert_ids_to_tokens(before), "after": tokenizer.convert_ids_to_tokens(after)}
-    tokenisation = {"special_tokens": special, "apply_chat_template": apply_chat_template}
-    calibration = CalibrationText.from_windows(name, torch.tensor(rows), batch, tokenisation=tokenisation)
-    return replace(calibration, unread=unread)
+    tokenisation = {"special_tokens": special, "apply_chat_template": chat}
+    fields: dict[str, Any] = {"tokenisation": tokenisation, "unread": unread}
+    return CalibrationText.from_windows(name, torch.tensor(rows), options.batch, **fields)
 
 
 def _windows(ids: list[int], tokens: int, before: list[int], after: list[int]) -> list[list[int]]:

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from transformers import Cache
 
 from lmeval_prune.architectures import ModelMap
+from lmeval_prune.attributes import replaced
 from lmeval_prune.interventions.base import change_output
 from lmeval_prune.pruners.base import Pruner, Scores
 from lmeval_prune.pruners.calibration import CalibrationText
 from lmeval_prune.pruners.parts import DEPTH_KINDS, LAYERS, DepthPart, Removed, make_plan
-from lmeval_prune.pruners.sequential import replace_forward
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,6 @@ class BlockInfluence(Pruner):
     def scores(
         self, model_map: ModelMap, text: CalibrationText | None, parts: list[DepthPart], removed: Removed
     ) -> Scores:
-        """Average the similarities over the text; see `Pruner.scores`."""
         totals = dict.fromkeys([part.key for part in parts], 0.0)
         outputs: dict[str, list[nn.Module]] = {}  # of the blocks of each layer, in order
         left_out: set[nn.Module] = set()  # outputs of blocks that are left out at the moment
@@ -104,7 +103,7 @@ class BlockKl(Pruner):
     def scores(
         self, model_map: ModelMap, text: CalibrationText | None, parts: list[DepthPart], removed: Removed
     ) -> Scores:
-        """Average the divergence over the text; see `Pruner.scores`.
+        """Average the divergence over the text.
 
         A pass without a part starts at its layer, from the stored outputs of the layers before it. Stored are those of
         one batch: layers · tokens of the batch · width numbers. Beside them stand three tensors of counted tokens ·
@@ -113,6 +112,7 @@ class BlockKl(Pruner):
         """
         model, text, count = model_map.model, self.require_text(text), 0
         totals = dict.fromkeys([part.key for part in parts], 0.0)
+        outputs: dict[nn.Module, Any] = {}  # of the layers for one batch, without what earlier steps removed
         for number, (batch, inputs) in enumerate(text.inputs(model)):
             tokens = batch.counted.bool()
             count += int(tokens.sum())
@@ -122,11 +122,18 @@ class BlockKl(Pruner):
                 with torch.no_grad(), _gathering_tokens(model.get_output_embeddings(), tokens):
                     dense = _log_probabilities(model(**arguments).logits, tokens)
                     shares = dense.exp()
-                    with make_plan(removed, True).applied_to(model, model_map):
-                        outputs = _layer_outputs(model_map, inputs)
+                    with make_plan(removed, True).applied_to(model, model_map), ExitStack() as stack:
+                        for layer in model_map.layers.values():
+                            handle = layer.register_forward_hook(lambda x, _, output: outputs.update({x: output}))
+                            stack.callback(handle.remove)
+                        getattr(model, "base_model", model)(**arguments)
                     for part in parts:
                         plan = make_plan({**removed, part.key: {0}}, True)
-                        with plan.applied_to(model, model_map), _starting_at(part, outputs):
+                        with plan.applied_to(model, model_map), ExitStack() as stack:
+                            for layer, output in outputs.items():  # of layers before the part
+                                if any(module is part.sublayers[0].module for module in layer.modules()):
+                                    break
+                                stack.enter_context(replaced(layer, forward=lambda *_, output=output, **__: output))
                             pruned = _log_probabilities(model(**arguments).logits, tokens)
                         sums[part.key] = (shares * (dense - pruned)).sum(-1).double().sum()
                 if text.work:
@@ -138,11 +145,9 @@ class BlockKl(Pruner):
 
 @contextmanager
 def _gathering_tokens(head: nn.Module | None, tokens: Tensor) -> Iterator[None]:
-    """Gather some tokens before the output head inside the block: the model's logits are (1, tokens, vocabulary).
+    """Gather some tokens, of a mask (rows, columns), before the output head: logits are (1, tokens, vocabulary).
 
-    Args:
-        head: the output head; None for a model that computes logits without a module.
-        tokens: mask of these tokens, (rows, columns).
+    A model that computes logits without a module has no head.
     """
 
     def select(_: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -156,32 +161,6 @@ def _gathering_tokens(head: nn.Module | None, tokens: Tensor) -> Iterator[None]:
 
 
 def _log_probabilities(logits: Tensor, tokens: Tensor) -> Tensor:
-    """Return the log probabilities of the next token after each counted token, (counted tokens, vocabulary).
-
-    Args:
-        logits: of the counted tokens, in a single row; of all, if the model computes logits without a module.
-        tokens: mask of the counted tokens, (rows, columns).
-    """
+    """Return the log probabilities of the next token after each token of the mask, (counted tokens, vocabulary)."""
     logits = logits[tokens.to(logits.device)] if logits.shape[:2] == tokens.shape else logits[0]
     return logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
-
-
-def _layer_outputs(model_map: ModelMap, inputs: dict[str, Any]) -> dict[nn.Module, Any]:
-    outputs: dict[nn.Module, Any] = {}
-    with ExitStack() as stack:
-        for layer in model_map.layers.values():
-            handle = layer.register_forward_hook(lambda module, _, output: outputs.__setitem__(module, output))
-            stack.callback(handle.remove)
-        getattr(model_map.model, "base_model", model_map.model)(**inputs, use_cache=False)
-    return outputs
-
-
-@contextmanager
-def _starting_at(part: DepthPart, outputs: dict[nn.Module, Any]) -> Iterator[None]:
-    """Return stored outputs of the layers before a part inside the block, instead of computing them again."""
-    with ExitStack() as stack:
-        for layer, output in outputs.items():
-            if any(module is part.sublayers[0].module for module in layer.modules()):
-                break
-            replace_forward(layer, lambda *_, output=output, **__: output, stack)
-        yield

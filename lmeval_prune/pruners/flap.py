@@ -1,13 +1,12 @@
-"""FLAP: score a column by the fluctuation of its input times its weight norm; compensate with a bias.
+"""FLAP: score a column of the output or down projection by the fluctuation of its input times its weight norm.
 
-A column is an input of a layer's output projection or down projection. Scores are standardised within each layer, so
-that heads and channels of all layers can be compared. The mean output of the removed columns becomes a bias.
+The mean output of the removed columns becomes a bias.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 from lmeval_prune.architectures import ModelMap
 from lmeval_prune.pruners.base import Pruner, Scores
@@ -18,35 +17,27 @@ from lmeval_prune.pruners.parts import HEADS, Part, Removed
 
 @dataclass(frozen=True)
 class Flap(Pruner):
-    """Scores columns of the output and down projections by the fluctuation of their inputs over calibration text.
+    """Scores a column of the output or down projection by variance · ‖W_j‖², the variance of its input over a text.
 
     Attributes:
-        metric: `wifv`: variance · ‖W_j‖²; `ifv`: the variance alone; `wifn`: mean |W_j| · root mean square of the
-            input.
         reference: score as the method's reference code does: with a running mean over windows and squared scores of
             attention columns. The default allocation is then `flap_reference`.
     """
 
     reads_text: ClassVar[bool] = True
     compensates: ClassVar[str] = "bias"
-    metric: Literal["wifv", "ifv", "wifn"] = "wifv"
     reference: bool = False
 
     @property
     def allocation(self) -> str:  # type: ignore[override]
-        """Default allocation: the paper's, or that of the reference code."""
         return "flap_reference" if self.reference else "standardised"
 
     def scores(self, model_map: ModelMap, text: CalibrationText | None, parts: list[Part], removed: Removed) -> Scores:
-        """Score channels and columns of heads, and return the input means for the biases; see `Pruner.scores`."""
+        """Score channels and columns of heads, and return the input means for the biases."""
         moments_class = ReferenceFluctuation if self.reference else Moments
         moments, values = input_moments(model_map, self.require_text(text), parts, moments_class), {}
         for part in parts:
-            x, weight = moments[part.key], part.weight
-            if self.metric == "wifn":
-                scores = weight.abs().mean(0) * x.mean_square.sqrt()
-            else:
-                scores = x.fluctuation * (weight.square().sum(0) if self.metric == "wifv" else 1.0)
+            scores = moments[part.key].fluctuation * part.weight.square().sum(0)
             if part.kind == HEADS:
                 scores = scores.unflatten(0, (part.size, -1))
                 scores = scores.square() if self.reference else scores

@@ -59,7 +59,6 @@ class Moments:
 
     @property
     def variance(self) -> Tensor:
-        """Variance of each column over tokens."""
         return self.deviations / max(1, self.count)
 
     @property
@@ -69,7 +68,6 @@ class Moments:
 
     @property
     def mean_square(self) -> Tensor:
-        """Mean square of each column."""
         return self.variance + self.mean.square()
 
     @property
@@ -90,34 +88,27 @@ class ReferenceFluctuation(Moments):
     distances: Tensor | float = 0.0
 
     def add(self, x: Tensor) -> None:
-        """Add the tokens of one window."""
         super().add(x)
         distances = (x.detach().double().cpu() - self.mean).square().sum(0)
         self.distances = self.distances + self.windows / (self.windows + 1) * distances
         self.windows += 1
 
     def add_batch(self, x: Tensor, counted: Tensor) -> None:
-        """Add a batch window by window."""
         for window, mask in zip(x.reshape(*counted.shape, -1), counted.bool(), strict=True):
             self.add(window[mask])
 
     @property
     def fluctuation(self) -> Tensor:
-        """Fluctuation of each column by the class's equation."""
         return self.mean.new_tensor(0.0) + self.distances / max(1, self.windows - 1)
 
 
 def read_inputs(
     model_map: ModelMap, text: CalibrationText, parts: Sequence[Part], collect: Callable[[Part, Tensor, Tensor], None]
 ) -> None:
-    """Run the model on a text and pass the inputs of projections to a function.
+    """Run the model on a text and pass the inputs of the parts' projections to a function.
 
-    Args:
-        model_map: map of the model.
-        text: calibration text.
-        parts: parts whose projections are read.
-        collect: called once per batch and part with the part, its inputs (rows, tokens, columns), and a mask of the
-            tokens that count (rows, tokens), False for padding.
+    `collect` is called for each batch and part with the part, its inputs, (rows, tokens, columns), and a mask of the
+    tokens that count, (rows, tokens), False for padding.
     """
     counted = torch.ones(0)
 
@@ -169,10 +160,7 @@ def least_squares_for(weight: Tensor, second: Tensor, removed: Collection[int]) 
 
 
 def damped(second: Tensor, damping: float) -> tuple[Tensor, float]:
-    """Add damping, as a share of the mean diagonal, to a mean of x·xᵀ (columns, columns) until it is invertible.
-
-    Returns the damped matrix and the damping that it needed; raises `InputError` if no damping is enough.
-    """
+    """Add damping, as a share of the mean diagonal, to a mean of x·xᵀ until it is invertible; return both."""
     diagonal = float(second.diagonal().mean())
     for _ in range(_DAMPING_STEPS):
         raised = second + torch.eye(len(second), dtype=second.dtype) * (damping * diagonal)

@@ -41,11 +41,10 @@ class NormEntropy(Pruner):
 
     @property
     def reads_text(self) -> bool:  # type: ignore[override]
-        """True unless α = 1 leaves the entropy out."""
         return self.alpha < 1
 
     def scores(self, model_map: ModelMap, text: CalibrationText | None, parts: list[Part], removed: Removed) -> Scores:
-        """Compute eq. 4; see `Pruner.scores`."""
+        """Compute eq. 4."""
         norms = weight_norms(parts)
         if self.alpha == 1:
             return Scores(norms)
@@ -67,15 +66,11 @@ class NormEntropy(Pruner):
 
 @dataclass(frozen=True)
 class GlobalThreshold(Pruner):
-    """Score by the weight norm alone (eq. 1), with one threshold for all layers.
-
-    This is `NormEntropy` with α = 1, for pruning in a single step.
-    """
+    """Score by the weight norm alone (eq. 1), with one threshold for all layers: `NormEntropy` with α = 1."""
 
     parts: ClassVar[str] = "heads"
 
     def scores(self, model_map: ModelMap, text: CalibrationText | None, parts: list[Part], removed: Removed) -> Scores:
-        """Compute eq. 1; see `Pruner.scores`."""
         return Scores(weight_norms(parts))
 
 
@@ -92,15 +87,11 @@ class Confidence(Pruner):
     parts: ClassVar[str] = "heads"
 
     def scores(self, model_map: ModelMap, text: CalibrationText | None, parts: list[Part], removed: Removed) -> Scores:
-        """Average the largest attention weights; see `Pruner.scores`."""
         return Scores(attention_statistic(model_map, self.require_text(text), confidences))
 
 
 def confidences(rows: AttentionRows) -> tuple[Tensor, Tensor]:
-    """Return the largest weight of each query without its text's first key, and a mask that leaves out first queries.
-
-    Shapes: (batch, heads, queries) and (batch, queries).
-    """
+    """Return each query's largest weight without its text's first key, (batch, heads, queries); which count."""
     largest = rows.weights.masked_fill(rows.first_keys[:, None, None], 0).amax(-1)
     several_keys = (rows.visible.sum(-1) > 1).any(1).expand(len(largest), largest.shape[2])
     return largest, several_keys & ~rows.first

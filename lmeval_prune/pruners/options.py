@@ -14,7 +14,6 @@ Allocation = Literal["global", "uniform", "joint", "standardised", "log", "flap_
 Parts = Literal["both", "heads", "channels", "layers", "blocks", "attention", "feed_forward"]
 Unit = Literal["head", "group", "balanced"]
 Compensation = Literal["none", "bias", "least_squares"]
-WINDOW = 128  # tokens per calibration window
 
 
 @dataclass(frozen=True)
@@ -27,13 +26,11 @@ class PruneOptions(Settings):
             balanced (one query head of every group). Default: group where the model has groups that can be cut, else
             head; with --budget heads, head
         ffn_ratio: with --budget heads, share of all feed-forward channels that is removed
-        ffn_multiple: with --budget heads, the number of channels that stay in each block is a multiple of this
-        allocation: global (compare the scores of all layers) or uniform (remove the same share of each layer and
-            add the rounding remainder to the next; if the share is a whole number of units, all layers have the same
-            shape, and the checkpoint needs no code of this package); with a budget of parameters also joint (compare
-            the scores of heads with those of channels), standardised (compare them by their distance from their layer's
-            mean), flap_reference (the same, with the costs of FLAP's released code) and log (later layers lose more);
-            default: the method's
+        allocation: global (compare the scores of all layers) or uniform (the same share of each layer, the rounding
+            remainder from the next one; with a share of whole units all layers have the same shape); with a budget of
+            parameters also joint (compare the scores of heads with those of channels), standardised (compare them by
+            their distance from their layer's mean), flap_reference (the same, with the costs of FLAP's released code)
+            and log (later layers lose more); default: the method's
         p_min: with several steps, the share at which the schedule starts; it ends at the ratio. With a ratio and an
             ffn_ratio it applies to the larger one; the smaller one starts at the same fraction of itself
         steps: number of steps; each scores the model without the units that earlier ones removed
@@ -43,21 +40,19 @@ class PruneOptions(Settings):
             ffn_ratio of all channels)
         parts: with a budget of parameters, what is removed: both (heads and channels), heads, channels, layers (whole
             ones), attention or feed_forward (whole blocks), or blocks (of both kinds). Default: what the method's paper
-            removes: heads for methods that score heads alone, layers for block_influence and
-            block_kl, both for the others and with an ffn_method
+            removes, and both with an ffn_method
         skip_first: with a budget of parameters, number of first layers that are not pruned and do not count in the
             ratio
         skip_last: the same for the last layers
         log_start: with allocation=log, share that the first layer loses, divided by the ratio
-        compensation: compensation for removed units: none, bias (their mean output) or least_squares (an updated
-            weight of the output projection); default: the method's
+        compensation: for removed units: none, bias (their mean output) or least_squares (an updated weight of the
+            output projection); default: the method's
         damping: for least squares, number added to the diagonal of the covariance, divided by the diagonal's mean
     """
 
     ratio: ShareBelowOne = 0.0
     unit: Unit | None = None
     ffn_ratio: ShareBelowOne = 0.0
-    ffn_multiple: Count = 1
     allocation: Allocation | None = None
     p_min: Share = 0.0
     steps: Count = 1
@@ -78,9 +73,9 @@ class PruneOptions(Settings):
         if self.budget == "heads":
             is_ignored = self.parts is not None or self.allocation not in (None, "global", "uniform")
         else:
-            is_ignored = self.ffn_ratio > 0 or self.ffn_multiple != 1
+            is_ignored = self.ffn_ratio > 0
         if is_ignored:  # the plan would be another than the one asked for
-            raise InputError("--budget heads takes --ffn_ratio and --ffn_multiple, no --parts and few --allocation")
+            raise InputError("--budget heads takes --ffn_ratio, no --parts and few --allocation")
 
     def __str__(self) -> str:
         """Describe in words what resolved options remove, e.g. `20% of the parameters of heads and channels`."""
@@ -98,9 +93,9 @@ class PruneOptions(Settings):
         return groups.get(self.parts or "both", (str(self.parts),))
 
     def shares(self, step: int) -> tuple[float, float]:
-        """Return the shares of heads and of channels that are removed after a step, 0 to T (eq. 5).
+        """Return the shares of heads and of channels that are removed after a step, 0 to T.
 
-        p_t = p_min + (p_max − p_min)·(t/T)ⁿ for the larger ratio p_max; the smaller ratio is scaled in proportion.
+        Eq. 5: p_t = p_min + (p_max − p_min)·(t/T)ⁿ for the larger ratio p_max; the smaller one is scaled in proportion.
         """
         largest = max(self.ratio, self.ffn_ratio)
         start = self.p_min / largest if largest else 0.0
@@ -112,8 +107,8 @@ class PruneOptions(Settings):
 
 
 @dataclass(frozen=True)
-class AnswerOptions(Settings):
-    """Options of a model's own answers to training questions.
+class TextOptions(Settings):
+    """Options of calibration text.
 
     Attributes:
         calibrate_on: task (problems with the answers of the data) or own (prompts of the problems with the model's own
@@ -121,9 +116,18 @@ class AnswerOptions(Settings):
         sample_temperature: temperature of own answers; 0: greedy
         max_gen_toks: tokens of an own answer at most (default: the task's)
         prompts_count: measure prompts of own answers, too; false: only the tokens of the answers
-        regenerate: steps or stages after which the model pruned so far answers again; 0: the unpruned model's
-            answers are used throughout
+        regenerate: steps after which the model pruned so far answers again; 0: the unpruned model's answers are used
+            throughout
         responses: folder of the answer store, which later runs can share (default: beside the output)
+        task: calibration text: training split of this task, e.g. prune_gsm8k
+        text: calibration text: this file; of a .jsonl file the field `text` of each line
+        windows: number of windows of calibration text; of own answers: number of questions
+        tokens: tokens per calibration window, special tokens included; not for own answers
+        batch: calibration windows per forward pass
+        seed: seed of the order in which the text is read, and of sampled answers
+        apply_chat_template: write calibration problems as user turns and their answers as assistant turns, like
+            lm_eval's option of this name
+        add_bos_token: like lm_eval's model_arg of this name; default: what the tokenizer does
     """
 
     calibrate_on: Literal["task", "own"] = "task"
@@ -132,28 +136,10 @@ class AnswerOptions(Settings):
     prompts_count: bool = True
     regenerate: Natural = 1
     responses: str | None = None
-
-
-@dataclass(frozen=True)
-class TextOptions(AnswerOptions):
-    """Options of calibration text.
-
-    Attributes:
-        task: calibration text: training split of this task, e.g. prune_gsm8k
-        text: calibration text: this file; of a .jsonl file the field `text` of each line
-        windows: number of windows of calibration text; of own answers: number of questions
-        tokens: tokens per calibration window, special tokens included (default: 128); not for own answers
-        batch: calibration windows per forward pass
-        seed: seed of the order in which the text is read, and of sampled answers
-        apply_chat_template: write calibration problems as user turns and their answers as assistant turns, like
-            lm_eval's option of this name
-        add_bos_token: like lm_eval's model_arg of this name; default: what the tokenizer does
-    """
-
     task: str | None = None
     text: str | None = None
     windows: Count = 128
-    tokens: Annotated[int, Ge(2)] | None = None
+    tokens: Annotated[int, Ge(2)] = 128
     batch: Count = 8
     seed: Seed = 0
     apply_chat_template: bool = False
@@ -163,28 +149,12 @@ class TextOptions(AnswerOptions):
         super().__post_init__()
         if self.task and self.text:
             raise InputError("give the calibration text by --task or by --text, not both")
-        if self.calibrate_on == "own" and not self.task:
-            raise InputError("--calibrate_on own needs the questions of a task; give --task")
 
     @property
     def has_text(self) -> bool:
-        """True if a task or a file is given."""
         return bool(self.task or self.text)
-
-    @property
-    def window(self) -> int:
-        """Tokens per calibration window."""
-        return self.tokens or WINDOW
 
 
 @dataclass(frozen=True)
 class PruneSettings(TextOptions, PruneOptions):
     """Options of a plan and of its calibration text."""
-
-    ratio: ShareBelowOne | None = None  # type: ignore[assignment]  # --help shows no default, which removes nothing
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "ratio", self.ratio or 0.0)
-        super().__post_init__()
-        if not self.ratio and not self.ffn_ratio:  # before the model is scored
-            raise InputError("nothing would be removed; give --ratio")

@@ -31,29 +31,18 @@ Units = Sequence[tuple[int, ...]]  # heads, channels or columns that are removed
 
 
 class Part:
-    """The heads of one layer, or its channels: groups of input columns of one projection.
+    """The heads of one layer, or its channels: groups of input columns of one projection."""
 
-    Attributes:
-        block: the attention layer or feed-forward block.
-        label: of the layer, `L0`.
-        kind: `heads` or `channels`.
-        key: of its scores, `heads.L0` or `channels.L0`.
-        projection: reads the heads or channels.
-        projection_name: in a plan, `L0.o_proj` or `L0.down`.
-        size: number of heads or channels.
-        group_size: query heads per key-value head; 1 for channels.
-    """
-
-    def __init__(self, block: AttentionLayer | FeedForward) -> None:
-        self.block, self.label = block, block.label
-        self.projection: nn.Module
-        if isinstance(block, AttentionLayer):
-            self.kind, self.projection, self.projection_name = HEADS, block.o_proj, f"{block.label}.o_proj"
-            self.size, self.group_size = block.heads, block.group_size
-        else:
-            self.kind, self.projection, self.projection_name = CHANNELS, block.down, f"{block.label}.down"
-            self.size, self.group_size = block.channels, 1
-        self.key = f"{self.kind}.{self.label}"
+    def __init__(self, block: Any) -> None:
+        is_attention = isinstance(block, AttentionLayer)
+        self.block: AttentionLayer | FeedForward = block
+        self.label: str = block.label  # L0
+        self.kind = HEADS if is_attention else CHANNELS
+        self.key = f"{self.kind}.{self.label}"  # of its scores
+        self.projection: nn.Module = block.o_proj if is_attention else block.down  # reads the heads or channels
+        self.projection_name = f"{block.label}.{'o_proj' if is_attention else 'down'}"  # in a plan
+        self.size: int = block.heads if is_attention else block.channels
+        self.group_size: int = block.group_size if is_attention else 1  # query heads per key-value head
 
     @property
     def weight(self) -> Tensor:
@@ -66,7 +55,6 @@ class Part:
         return [tuple(range(start, start + count)) for start in range(0, self.size, count)]
 
     def columns(self, members: Iterable[int]) -> list[int]:
-        """Return the input columns of the projection that belong to some heads or channels."""
         return columns_of(self.block, members)
 
     def cost(self, unit: str) -> int:
@@ -104,12 +92,10 @@ class DepthPart:
 
     @property
     def key(self) -> str:
-        """Key of its score, e.g. `layers.L0`."""
         return f"{self.kind}.{self.label}"
 
     @property
     def block(self) -> str:
-        """Name in a plan, `L0` or `L0.attention`."""
         return self.label if self.kind == LAYERS else f"{self.label}.{self.kind}"
 
     def cost(self, unit: str) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -10,16 +10,16 @@ from typing import Any
 
 from torch import Tensor
 
-from lmeval_prune.architectures import ModelMap, config_fingerprint, uncuttable, units_of
+from lmeval_prune.architectures import ModelMap, config_fingerprint, uncuttable
 from lmeval_prune.architectures.blocks import weight_of
 from lmeval_prune.architectures.precision import fast_products
 from lmeval_prune.artefacts import Work, digest
 from lmeval_prune.errors import InputError
 from lmeval_prune.interventions.plan import Plan
-from lmeval_prune.pruners.allocation import Budget, allocate, parameter_counts, removed_by, unit_pools
+from lmeval_prune.pruners.allocation import allocate, parameter_counts, removed_by, standardised, unit_pools
 from lmeval_prune.pruners.base import Pruner, Scores, per_member, pruner_name, score
 from lmeval_prune.pruners.calibration import CalibrationText
-from lmeval_prune.pruners.moments import bias_for, input_moments
+from lmeval_prune.pruners.moments import Moments, bias_for, input_moments
 from lmeval_prune.pruners.options import PruneOptions, Unit
 from lmeval_prune.pruners.parts import (
     CHANNELS,
@@ -38,16 +38,11 @@ from lmeval_prune.pruners.sequential import LayerwisePruning, SequentialPruner, 
 Progress = Callable[[str], None]
 Renew = Callable[[int], CalibrationText | None]
 NO_SCORES: Mapping[str, Tensor] = {}
+NOTHING = "nothing would be removed; raise --ratio"
 
 
 class EmptyPlanError(InputError):
     """No step removes a unit."""
-
-    def __init__(self) -> None:
-        super().__init__("nothing would be removed; raise --ratio")
-
-
-# --------------------------------------------------------------------------- plans
 
 
 def stages(
@@ -107,11 +102,23 @@ def stages(
         with fast_products():
             found = _score(missing, model_map, text, removed, earlier, store)
         found = replace(found, values={**stored, **found.values})
-        after, notes = _remove_lowest(model_map, _budgets(options, pruners, step), found.values, removed)
+        shares = dict(zip(("ratio", "ffn_ratio"), options.shares(step), strict=True))
+        budgets = [(options.kinds, shares["ratio"], str(options.allocation))]
+        if options.budget == "heads":
+            ratios = dict(zip(KINDS, shares.values(), strict=True))
+            budgets = [((x,), ratios[x], options.allocation or pruners[x].allocation) for x in options.kinds]
+        after, notes = removed, dict[str, Any]()
+        for kinds, ratio, allocation in budgets:
+            pools = unit_pools(model_map, options, kinds, standardised(found.values, after, allocation), after)
+            counts = allocate(pools, options, ratio, allocation)
+            after = removed_by(pools, counts, after)
+            if options.budget == "parameters":
+                notes["parameters"] = parameter_counts(pools, counts)
+            else:
+                notes["head_allocation" if kinds == (HEADS,) else "ffn_allocation"] = allocation
         is_last = step == options.steps
         if after != removed:
             removed, scored = after, found
-            shares = dict(zip(("ratio", "ffn_ratio"), options.shares(step), strict=True))
             calibration = {} if renewed is None else {"calibration": renewed.record()}
             history.append({"step": step, **shares, **count_removed(removed), **calibration})
             record |= notes
@@ -130,11 +137,10 @@ def stages(
             removed, options.allow_empty_layer, compensation=compensation, scores=values, provenance=provenance
         )
     if not history:
-        raise EmptyPlanError()
+        raise EmptyPlanError(NOTHING)
 
 
 def has_scores_of(scores: Mapping[str, Tensor], kind: str) -> bool:
-    """Return whether there are scores of a kind, as in `parts.py`."""
     return any(key.startswith(f"{kind}.") for key in scores)
 
 
@@ -158,17 +164,15 @@ def _score(
 
     `store` has the scores of a killed run, and gets those that are computed.
     """
-    groups: list[tuple[Pruner, list[str]]] = []
-    for kind, pruner in pruners.items():
-        if groups and groups[-1][0] == pruner:
-            groups[-1][1].append(kind)
-        else:
-            groups.append((pruner, [kind]))
     values, means = dict[str, Tensor](), dict[str, Tensor]()
-    for pruner, kinds in groups:
+    methods = [*pruners.values()]
+    for number, pruner in enumerate(methods):
+        if pruner in methods[:number]:
+            continue
+        kinds = [kind for kind, method in pruners.items() if method == pruner]
         name, tensors = "", None
         if store and text:
-            read = [text.record(), *(list(ids.shape) for ids, _ in text.batches)]
+            read = [text.record(), *(list(batch.ids.shape) for batch in text.batches)]
             members = {key: sorted(numbers) for key, numbers in removed.items() if numbers}
             name = f"{'-'.join(kinds)}-{digest([pruner.identity, read, members])}"
             tensors, text = store.tensors(name), replace(text, work=Work(store.folder / name, {}, restart=True))
@@ -183,30 +187,6 @@ def _score(
         for key, tensor in tensors.items():
             (values if key.startswith("values.") else means)[key.partition(".")[2]] = tensor
     return Scores(values, means or None)
-
-
-def _remove_lowest(
-    model_map: ModelMap, budgets: Sequence[Budget], scores: Mapping[str, Tensor], removed: Removed
-) -> tuple[Removed, dict[str, Any]]:
-    """Remove the units with the lowest scores; return everything removed so far, and notes for the plan."""
-    notes: dict[str, Any] = {}
-    for budget in budgets:
-        pools = unit_pools(model_map, budget, scores, removed)
-        counts = allocate(pools, budget)
-        removed = removed_by(pools, counts, removed)
-        if budget.options.budget == "parameters":
-            notes["parameters"] = parameter_counts(pools, counts)
-        else:
-            notes["head_allocation" if budget.kinds == (HEADS,) else "ffn_allocation"] = budget.allocation
-    return removed, notes
-
-
-def _budgets(options: PruneOptions, pruners: Mapping[str, Pruner], step: int) -> list[Budget]:
-    ratio, ffn_ratio = options.shares(step)
-    if options.budget != "heads":
-        return [Budget(options.kinds, ratio, str(options.allocation), options)]
-    shares = {HEADS: ratio, CHANNELS: ffn_ratio}
-    return [Budget((x,), shares[x], options.allocation or pruners[x].allocation, options) for x in options.kinds]
 
 
 def _compensation(
@@ -246,24 +226,27 @@ def _layerwise_plan(
     progress: Progress,
     store: Work | None,
 ) -> Plan:
-    (budget,) = _budgets(options, {}, options.steps)
-    pools = unit_pools(model_map, budget)
-    counts = allocate(pools, budget)
+    pools = unit_pools(model_map, options, options.kinds)
+    counts = allocate(pools, options, options.shares(1)[0], str(options.allocation))
     if not any(counts):
-        raise EmptyPlanError()
+        raise EmptyPlanError(NOTHING)
     by_part = {pool.key: count for pool, count in zip(pools, counts, strict=True)}
-    select = pruner.selection(options.unit or "head", by_part)
+
+    def select(part: Part, moments: Moments, second: Tensor | None) -> set[int]:
+        units = part.units(options.unit or "head")
+        columns = [tuple(part.columns(members)) for members in units]
+        selected = pruner.select(part.weight, moments, second, columns, by_part[part.key])
+        return {member for number in selected for member in units[number]}
+
     pruning = LayerwisePruning(
         model_map, text, select, pruner.needs_second, pruner.remeasure_down, options, store, progress
     )
     removal, notes = pruning.run([part for part in parts_of(model_map) if part.key in by_part])
     stage = {"step": 1, "ratio": options.ratio, **count_removed(removal.removed)}
     provenance = {**record, "parameters": parameter_counts(pools, counts), **notes, "stages": [stage]}
-    fields = {"compensation": removal.compensation, "provenance": provenance}
-    return make_plan(removal.removed, options.allow_empty_layer, **fields)
-
-
-# --------------------------------------------------------------------------- what depends on the model
+    return make_plan(
+        removal.removed, options.allow_empty_layer, compensation=removal.compensation, provenance=provenance
+    )
 
 
 def resolve_options(
@@ -277,8 +260,10 @@ def resolve_options(
     """Fill in options that depend on the methods and the model, which may have no weights.
 
     Raises:
-        InputError: the options ask the methods or the model for what they lack.
+        InputError: the options remove nothing, or ask the methods or the model for what they lack.
     """
+    if not options.ratio and not options.ffn_ratio:
+        raise EmptyPlanError(NOTHING)
     channel_pruner, counts_parameters = channel_pruner or pruner, options.budget != "heads"
     has_groups = any(1 < x.kv_heads < x.heads for x in model_map.attention) and not uncuttable(model_map)
     if counts_parameters:
@@ -300,10 +285,8 @@ def resolve_options(
         or unit == "balanced"
         or options.allocation not in ("uniform", "log")
     ):
-        raise InputError(
-            "a method that prunes layer by layer takes no --steps, --scores, --ffn_method, --budget heads, balanced "
-            "units or global allocation"
-        )
+        others = "--steps, --scores, --ffn_method, --budget heads, balanced units or global allocation"
+        raise InputError(f"a method that prunes layer by layer takes no {others}")
     if counts_parameters and unit == "head" and HEADS in options.kinds and has_groups:
         raise InputError("a single head of a group has no share of the parameters; give --unit group or --budget heads")
     for kind in options.kinds:
@@ -320,7 +303,7 @@ def cuttable_unit(model_map: ModelMap, pruner: Pruner) -> Unit:
     """Return the unit in which heads have a share of the parameters and can be cut."""
     if uncuttable(model_map):
         return "head"
-    have_groups = ["group" in units_of(layer) for layer in model_map.attention]
+    have_groups = [layer.kv_heads > 1 or layer.heads == 1 for layer in model_map.attention]
     if all(have_groups) or (any(have_groups) and isinstance(pruner, SequentialPruner)):  # which has no balanced heads
         return "group"
     # some layers of a cut model may have a single group

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from lmeval_prune.architectures import ModelMap
 from lmeval_prune.architectures.blocks import in_features, weight_of
 from lmeval_prune.artefacts import Work
+from lmeval_prune.attributes import replaced
 from lmeval_prune.errors import InputError
 from lmeval_prune.interventions.base import change_input
 from lmeval_prune.pruners.base import Pruner, Scores, pruner_name
@@ -37,27 +38,19 @@ Select = Callable[[Part, Moments, Tensor | None], set[int]]
 
 @dataclass(frozen=True)
 class SequentialPruner(Pruner):
-    """Base class of methods that score a projection's units with earlier layers already pruned.
-
-    Attributes:
-        needs_second: (class) scores need the mean of x·xᵀ.
-        remeasure_down: (class) measure the inputs of the down projection again after the layer's heads are removed.
-    """
+    """Base class of methods that score a projection's units with earlier layers already pruned."""
 
     reads_text: ClassVar[bool] = True
     allocation: ClassVar[str] = "uniform"
-    needs_second: ClassVar[bool] = False
-    remeasure_down: ClassVar[bool] = False
+    needs_second: ClassVar[bool] = False  # scores need the mean of x·xᵀ
+    remeasure_down: ClassVar[bool] = False  # measure inputs of the down projection after the layer's heads are removed
 
     @abstractmethod
     def unit_scores(self, weight: Tensor, moments: Moments, second: Tensor | None, units: Units) -> Tensor:
-        """Score each unit of a projection before any of them is removed.
+        """Score each unit of a projection, given by its input columns, before any of them is removed.
 
-        Args:
-            weight: (outputs, inputs), in float64.
-            moments: moments of the inputs.
-            second: with `needs_second`, the damped mean of x·xᵀ, (inputs, inputs).
-            units: input columns of each unit.
+        `weight` is (outputs, inputs), in float64, and `second`, with `needs_second`, the damped mean of x·xᵀ over the
+        inputs, whose moments are given, too.
         """
 
     def select(self, weight: Tensor, moments: Moments, second: Tensor | None, units: Units, count: int) -> list[int]:
@@ -66,7 +59,7 @@ class SequentialPruner(Pruner):
         return lowest
 
     def scores(self, model_map: ModelMap, text: CalibrationText | None, parts: list[Part], removed: Removed) -> Scores:
-        """Score all layers of the unpruned model; see `Pruner.scores`."""
+        """Score all layers of the unpruned model."""
         values: dict[str, Tensor] = {}
 
         def score(part: Part, moments: Moments, second: Tensor | None) -> set[int]:
@@ -77,19 +70,7 @@ class SequentialPruner(Pruner):
         LayerwisePruning(model_map, self.require_text(text), score, self.needs_second).run(parts)
         return Scores(values)
 
-    def selection(self, unit: str, counts: Mapping[str, int]) -> Select:
-        """Return a function that selects `counts[part.key]` units of a part."""
-
-        def select(part: Part, moments: Moments, second: Tensor | None) -> set[int]:
-            units = part.units(unit)
-            columns = [tuple(part.columns(members)) for members in units]
-            selected = self.select(part.weight, moments, second, columns, counts[part.key])
-            return {member for number in selected for member in units[number]}
-
-        return select
-
     def check(self, model_map: ModelMap, kinds: Collection[str], has_text: bool = True) -> None:
-        """Refuse encoder-decoders, too; see `Pruner.check`."""
         super().check(model_map, kinds, has_text)
         check_layerwise(model_map, pruner_name(self))
 
@@ -102,14 +83,7 @@ class Removal:
     compensation: dict[str, Tensor] = field(default_factory=dict)  # named as in a plan
     damping: dict[str, float] = field(default_factory=dict)  # by projection, where it was raised
 
-    def add(self, other: Removal) -> None:
-        """Add what other layers lose."""
-        self.removed |= other.removed
-        self.compensation |= other.compensation
-        self.damping |= other.damping
-
     def save(self, work: Work, label: str) -> None:
-        """Store what a layer loses."""
         tensors = {f"removed {key}": torch.tensor(sorted(members)) for key, members in self.removed.items()}
         damping = {f"damping {key}": torch.tensor(x, dtype=torch.float64) for key, x in self.damping.items()}
         compensation = {f"compensation {key}": x for key, x in self.compensation.items()}
@@ -147,13 +121,12 @@ class LayerwisePruning:
     progress: Callable[[str], None] = lambda _: None
 
     def __post_init__(self) -> None:
-        self.replay = LayerReplay(self.model_map, self.text)
         self.solves = self.options.compensation == "least_squares"
+        self.outputs: list[Any] = []  # of each batch: what the previous layer returned
 
     def run(self, parts: Sequence[Part]) -> tuple[Removal, dict[str, Any]]:
         """Prune these parts of the model; return what is removed, and notes on least squares for the plan."""
-        total, labels = Removal(), list(self.model_map.layers)
-        notes: dict[str, Any] = {}
+        total, labels, notes = Removal(), list(self.model_map.layers), dict[str, Any]()
         if parts and (self.needs_second or self.solves):
             widest, tokens = max(parts, key=lambda part: in_features(part.projection)), self.text.tokens
             if (columns := in_features(widest.projection)) > tokens:
@@ -176,106 +149,84 @@ class LayerwisePruning:
                 counts = count_removed(removal.removed)
                 removed = f"{counts[HEADS]} heads and {counts[CHANNELS]} channels removed"
                 self.progress(f"layer {label} of {len(labels)}: {removed}{raised}")
-            total.add(removal)
+            total.removed |= removal.removed
+            total.compensation |= removal.compensation
+            total.damping |= removal.damping
             if number < last:
-                self._run_layer(number, removal, {}, keep_output=True)
+                self.run_layer(number, removal, {}, keep_output=True)
         return total, {**({"damping": total.damping} if total.damping else {}), **notes}
 
     def _prune_layer(self, number: int, parts: Sequence[Part]) -> Removal:
         """Select what a layer loses, and compensate for it; inputs are measured after the layer's earlier removals."""
-        removal = Removal()
+        removal, has_second = Removal(), self.needs_second or self.solves
+
+        def measure(measured: Sequence[Part]) -> dict[str, Moments]:
+            moments = {part.key: Moments(in_features(part.projection), has_second) for part in measured}
+            self.run_layer(number, removal, {part.projection: moments[part.key] for part in measured})
+            for part in measured:
+                moments[part.key].check(part.projection_name)
+            return moments
+
+        def damped_second(part: Part, moments: Moments) -> Tensor:
+            second, damping = damped(moments.second, self.options.damping)
+            if damping != self.options.damping:
+                removal.damping[part.projection_name] = damping
+            return second
+
         for measured in [[part] for part in parts] if self.remeasure_down else [parts]:
-            moments, selected = self._measure(number, removal, measured), []
+            moments, selected = measure(measured), []
             for part in measured:
                 needs_second = self.needs_second or (self.solves and part is measured[0])
-                second = self._damped(part, moments[part.key], removal) if needs_second else None
+                second = damped_second(part, moments[part.key]) if needs_second else None
                 selected.append((part, self.select(part, moments[part.key], second), second))
             for part, members, second in selected:
                 if not members:
                     continue
                 if part is not measured[0] and self.options.compensation != "none":
                     # pruning the first part has changed the inputs of this one
-                    moments = self._measure(number, removal, [part])
-                    second = (
-                        self._damped(part, moments[part.key], removal) if self.needs_second or self.solves else None
-                    )
+                    moments = measure([part])
+                    second = damped_second(part, moments[part.key]) if has_second else None
                 removal.removed[part.key] = members
-                columns, dtype, name = (
-                    part.columns(sorted(members)),
-                    weight_of(part.projection).dtype,
-                    part.projection_name,
-                )
+                columns, dtype = part.columns(sorted(members)), weight_of(part.projection).dtype
                 if self.options.compensation == "bias":
-                    mean = moments[part.key].mean
-                    removal.compensation[f"{name}.bias"] = bias_for(part.weight, mean, columns).to(dtype)
+                    bias = bias_for(part.weight, moments[part.key].mean, columns)
+                    removal.compensation[f"{part.projection_name}.bias"] = bias.to(dtype)
                 elif self.solves:
                     assert second is not None
-                    removal.compensation[f"{name}.weight"] = least_squares_for(part.weight, second, columns).to(dtype)
+                    weight = least_squares_for(part.weight, second, columns)
+                    removal.compensation[f"{part.projection_name}.weight"] = weight.to(dtype)
         return removal
 
-    def _measure(self, number: int, removal: Removal, parts: Sequence[Part]) -> dict[str, Moments]:
-        has_second = self.needs_second or self.solves
-        moments = {part.key: Moments(in_features(part.projection), has_second) for part in parts}
-        self._run_layer(number, removal, {part.projection: moments[part.key] for part in parts})
-        for part in parts:
-            moments[part.key].check(part.projection_name)
-        return moments
-
-    def _run_layer(
+    def run_layer(
         self, number: int, removal: Removal, moments: Mapping[nn.Module, Moments], keep_output: bool = False
     ) -> None:
-        plan = make_plan(removal.removed, self.options.allow_empty_layer, compensation=dict(removal.compensation))
-        with plan.applied_to(self.model_map.model, self.model_map):
-            self.replay.run_layer(number, moments, keep_output)
-
-    def _damped(self, part: Part, moments: Moments, removal: Removal) -> Tensor:
-        second, damping = damped(moments.second, self.options.damping)
-        if damping != self.options.damping:
-            removal.damping[part.projection_name] = damping
-        return second
-
-
-class LayerReplay:
-    """Runs a text through a model one layer at a time; `outputs` holds the previous layer's output of each batch."""
-
-    def __init__(self, model_map: ModelMap, text: CalibrationText) -> None:
-        self.model, self.text = model_map.model, text
-        self.layers = list(model_map.layers.values())
-        self.outputs: list[Any] = []
-
-    def run_layer(self, number: int, moments: Mapping[nn.Module, Moments], keep_output: bool = False) -> None:
-        """Run the text through a layer and add the inputs of projections to their moments.
+        """Run the text through a layer without its removed units, and add the inputs of projections to their moments.
 
         `keep_output` stores the layer's output, which the next layer needs.
         """
+        model, layers = self.model_map.model, list(self.model_map.layers.values())
         counted, position = torch.ones(0), 0
 
         def collect(statistics: Moments, x: Tensor) -> Tensor:
             statistics.add_batch(x, counted)
             return x
 
-        with ExitStack() as stack, torch.no_grad():
+        plan = make_plan(removal.removed, self.options.allow_empty_layer, compensation=dict(removal.compensation))
+        with plan.applied_to(model, self.model_map), ExitStack() as stack, torch.no_grad():
             for module, statistics in moments.items():
                 change_input(module, partial(collect, statistics), stack)
-            for layer in self.layers[:number]:
-                replace_forward(layer, lambda *_, **__: self.outputs[position], stack)
-            stack.enter_context(stop_forward_at(self.layers[number], after=True))
-            for position, (batch, inputs) in enumerate(self.text.inputs(self.model)):
+            for layer in layers[:number]:
+                stack.enter_context(replaced(layer, forward=lambda *_, **__: self.outputs[position]))
+            stack.enter_context(stop_forward_at(layers[number], after=True))
+            for position, (batch, inputs) in enumerate(self.text.inputs(model)):
                 counted = batch.counted
                 try:
-                    self.model(**inputs)
+                    model(**inputs)
                 except StopForward as stop:
                     if keep_output:  # replaces the output of the previous layer
                         self.outputs[position : position + 1] = [stop.output]
                 else:
-                    raise InputError(f"layer {number} of this {self.model.config.model_type} model did not run")
-
-
-def replace_forward(module: Any, forward: Callable[..., Any], stack: ExitStack) -> None:
-    """Replace a module's `forward` until `stack` closes."""
-    before = vars(module).get("forward")  # set by another library, e.g. accelerate
-    module.forward = forward
-    stack.callback(setattr, module, "forward", before) if before else stack.callback(delattr, module, "forward")
+                    raise InputError(f"layer {number} of this {self.model_map.model_type} model did not run")
 
 
 def check_layerwise(model_map: ModelMap, name: str) -> None:

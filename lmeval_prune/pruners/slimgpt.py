@@ -19,7 +19,6 @@ class WandaSp(SequentialPruner):
     """Scores a column by mean |W_j| · root mean square of its input, and a head by the sum over its columns."""
 
     def unit_scores(self, weight: Tensor, moments: Moments, second: Tensor | None, units: Units) -> Tensor:
-        """Sum the column scores of each unit; see `SequentialPruner.unit_scores`."""
         columns = weight.abs().mean(0) * moments.mean_square.sqrt()
         return columns[torch.tensor(units)].sum(1)
 
@@ -36,7 +35,6 @@ class SlimGpt(SequentialPruner):
             compensate for each other.
         step: minimum number of channels that are removed at once; the first step removes a sixteenth of them, each
             later one half as many.
-        greedy: recompute errors after each removal; `false`: rank all units by their first errors.
     """
 
     allocation: ClassVar[str] = "log"
@@ -45,27 +43,25 @@ class SlimGpt(SequentialPruner):
     remeasure_down: ClassVar[bool] = True
     error: Literal["exact", "diagonal"] = "exact"
     step: Count = 8
-    greedy: bool = True
 
     def unit_scores(self, weight: Tensor, moments: Moments, second: Tensor | None, units: Units) -> Tensor:
-        """Return the error of removing each unit first; see `SequentialPruner.unit_scores`."""
+        """Return the error of removing each unit first."""
         return self._errors(weight, _inverse(second), units)
 
     def select(self, weight: Tensor, moments: Moments, second: Tensor | None, units: Units, count: int) -> list[int]:
-        """Select the cheapest unit repeatedly, several channels at a time; see `SequentialPruner.select`."""
         are_channels = len(units[0]) == 1
         inverse, remaining, selected = _inverse(second), list(range(len(units))), list[int]()
         chunk = max(self.step, len(units) // 16) if are_channels else 1
         while len(selected) < count:
             errors = self._errors(weight, inverse, [units[unit] for unit in remaining])
-            number = min(chunk, count - len(selected)) if self.greedy else count
+            number = min(chunk, count - len(selected))
             cheapest = [remaining[index] for index in errors.argsort(stable=True)[:number].tolist()]
             selected += cheapest
             removed = set(cheapest)
             remaining = [unit for unit in remaining if unit not in removed]
             if len(selected) < count:
                 columns = [column for unit in cheapest for column in units[unit]]
-                weight, inverse, _ = eliminated(weight, inverse, columns)
+                weight, inverse = eliminated(weight, inverse, columns)
             chunk = max(self.step, chunk // 2) if are_channels else 1
         return selected
 
@@ -83,19 +79,16 @@ class SlimGpt(SequentialPruner):
         return torch.stack(errors)
 
 
-def eliminated(weight: Tensor, inverse: Tensor, columns: list[int]) -> tuple[Tensor, Tensor, float]:
+def eliminated(weight: Tensor, inverse: Tensor, columns: list[int]) -> tuple[Tensor, Tensor]:
     """Remove columns and update the others by least squares.
 
     `weight` is (outputs, inputs) and `inverse` the inverse of the mean of x·xᵀ over the remaining inputs. Returns both
-    after the removal, and the mean squared error that it adds.
+    after the removal.
     """
-    factor = _factor(inverse, columns)
-    share = torch.cholesky_solve(inverse[columns], factor)  # ((H⁻¹)_SS)⁻¹ · (H⁻¹)_S,:
-    removed = weight[:, columns]
-    error = float(torch.linalg.solve_triangular(factor, removed.T, upper=False).square().sum())
-    weight, inverse = weight - removed @ share, inverse - inverse[:, columns] @ share
+    share = torch.cholesky_solve(inverse[columns], _factor(inverse, columns))  # ((H⁻¹)_SS)⁻¹ · (H⁻¹)_S,:
+    weight, inverse = weight - weight[:, columns] @ share, inverse - inverse[:, columns] @ share
     weight[:, columns] = 0.0
-    return weight, inverse, error
+    return weight, inverse
 
 
 def _factor(inverse: Tensor, columns: list[int]) -> Tensor:

@@ -7,9 +7,9 @@ equally among its query heads, so that a group's score is the sum over all its w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -27,29 +27,15 @@ Gradients = dict[nn.Module, Tensor]  # by projection, (outputs, inputs)
 
 @dataclass(frozen=True)
 class LlmPruner(Pruner):
-    """LLM-Pruner: scores heads and channels by a Taylor expansion of the loss on calibration text.
-
-    Attributes:
-        importance: `first`: Σ|S|; `second`: ½·Σ|W²·Ĥ|, Ĥ the mean over windows of the squared gradient; `mix`:
-            Σ|S − ½·W²·Ĥ|; `vectorize`: the sum over rows and columns of |ΣS| of each.
-    """
+    """LLM-Pruner: scores heads and channels by Σ|S| of the loss on calibration text, its first Taylor term."""
 
     reads_text: ClassVar[bool] = True
     reads_logits: ClassVar[bool] = True
     allocation: ClassVar[str] = "uniform"
-    importance: Literal["first", "second", "mix", "vectorize"] = "first"
 
     def scores(self, model_map: ModelMap, text: CalibrationText | None, parts: list[Part], removed: Removed) -> Scores:
-        """Compute gradients over the text and sum the terms of each head and channel; see `Pruner.scores`."""
-        squared = self.importance in ("second", "mix")
-        first, second = gradients(model_map, self.require_text(text), projections_of(parts), squared)
-
-        def terms(module: nn.Module) -> Tensor:
-            weight = weight_of(module).double().cpu()
-            linear = weight * first[module] if self.importance != "second" else torch.zeros_like(weight)
-            return linear - 0.5 * weight.square() * second[module] if squared else linear
-
-        return Scores(structure_sums(parts, terms, self.importance == "vectorize"))
+        found = gradients(model_map, self.require_text(text), projections_of(parts))
+        return Scores(structure_sums(parts, lambda module: weight_of(module).double().cpu() * found[module]))
 
 
 @dataclass(frozen=True)
@@ -60,7 +46,6 @@ class Gisp(LlmPruner):
     of many steps (`steps`), without training between them.
 
     Attributes:
-        importance: as in `LlmPruner`; the paper's is `first`.
         normalize: divisor of a sum: `size`: the number of weights of the head or channel; `released`: the constants of
             the released code, 4·(columns of a head)·(width of the model) and (matrices of the block)·(channels of the
             block); `none`.
@@ -70,22 +55,18 @@ class Gisp(LlmPruner):
     normalize: Literal["size", "released", "none"] = "size"
 
     def scores(self, model_map: ModelMap, text: CalibrationText | None, parts: list[Part], removed: Removed) -> Scores:
-        """Divide the sums of `LlmPruner`; see `Pruner.scores`."""
-        sums, divisors = super().scores(model_map, text, parts, removed).values, self.divisors(parts)
-        return Scores({part.key: sums[part.key] / divisors[part.key] for part in parts})
-
-    def divisors(self, parts: Sequence[Part]) -> dict[str, Any]:
-        """Return the divisors of each part's sums, by part key."""
+        sums = super().scores(model_map, text, parts, removed).values
+        divisors: dict[str, Any] = dict.fromkeys(sums, 1.0)
         if self.normalize == "size":
-            return structure_sums(parts, lambda module: torch.ones(weight_of(module).shape, dtype=torch.float64))
-        if self.normalize == "none":
-            return dict.fromkeys([part.key for part in parts], 1.0)
-        return {
-            part.key: float((len(part.block.parts) + 1) * part.size)
-            if isinstance(part.block, FeedForward)
-            else 4.0 * (in_features(part.projection) // part.size) * out_features(part.projection)
-            for part in parts
-        }
+            divisors = structure_sums(parts, lambda module: torch.ones(weight_of(module).shape, dtype=torch.float64))
+        elif self.normalize == "released":
+            for part in parts:
+                if isinstance(part.block, FeedForward):
+                    divisors[part.key] = float((len(part.block.parts) + 1) * part.size)
+                else:
+                    width = in_features(part.projection) // part.size
+                    divisors[part.key] = 4.0 * width * out_features(part.projection)
+        return Scores({key: total / divisors[key] for key, total in sums.items()})
 
 
 def projections_of(parts: Sequence[Part]) -> list[nn.Module]:
@@ -98,20 +79,11 @@ def projections_of(parts: Sequence[Part]) -> list[nn.Module]:
     return list(dict.fromkeys(modules))
 
 
-def structure_sums(
-    parts: Sequence[Part],
-    terms: Callable[[nn.Module], Tensor],
-    by_line: bool = False,
-    size: Callable[[Tensor], Tensor] = torch.abs,
-) -> dict[str, Tensor]:
-    """Sum `size` of the terms of all weights of each head and channel, by part key.
-
-    `terms` returns the terms of a projection, (outputs, inputs); `by_line` sums rows and columns before `size`.
-    """
+def structure_sums(parts: Sequence[Part], terms: Callable[[nn.Module], Tensor]) -> dict[str, Tensor]:
+    """Sum the absolute terms of all weights of each head and channel, by part key; `terms` are (outputs, inputs)."""
 
     def summed(module: nn.Module, axis: int) -> Tensor:
-        weights = terms(module)
-        return size(weights.sum(axis)) if by_line else size(weights).sum(axis)
+        return terms(module).abs().sum(axis)
 
     def row_sum(lines: Gradients, rows: Rows) -> Tensor:
         return lines[rows.module][rows.start : rows.stop].sum()
@@ -133,55 +105,34 @@ def structure_sums(
     return sums
 
 
-def gradients(
-    model_map: ModelMap, text: CalibrationText, projections: Sequence[nn.Module], squared: bool = False
-) -> tuple[Gradients, Gradients]:
-    """Compute gradients of a text's mean loss on the tokens that count, by projection, in float32 or better.
-
-    With `squared`, the second result is the mean over windows of the squared gradient, else it is empty. Raises
-    `InputError` if no token follows another one.
-    """
+def gradients(model_map: ModelMap, text: CalibrationText, projections: Sequence[nn.Module]) -> Gradients:
+    """Compute gradients of a text's mean loss on the tokens that count, by projection, in float32 or better."""
     model = model_map.model
-    total = sum(int(_predicted(batch).sum()) for batch in text)
+    total = sum(int(_predicted(batch).sum()) for batch in text.batches)
     if not total:
         raise InputError("the calibration text has no token that follows another one; give longer windows")
-    first: Gradients = {}
+    found: Gradients = {}
     for module in projections:
         weight: Any = weight_of(module)
-        first[module] = torch.zeros(weight.shape, dtype=torch.promote_types(weight.dtype, torch.float32))
-    second = {module: torch.zeros_like(gradient) for module, gradient in first.items()} if squared else {}
-    rows = [Batch(*(x[n : n + 1] for x in batch)) for batch in text for n in range(len(batch.ids))]
-    pairs, masks = tuple((row.ids, row.real) for row in rows), tuple(row.counted for row in rows)
-    read = replace(text, batches=pairs, counted=masks) if squared else text
-    with _gradients_of(model, projections), torch.enable_grad():
-        for batch, inputs in read.inputs(model):
-            predicted = _predicted(batch)
-            logits = model(**inputs, use_cache=False).logits[:, :-1]
-            logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-            nn.functional.cross_entropy(logits[predicted], batch.ids[:, 1:][predicted], reduction="sum").backward()
-            count = int(predicted.sum())
-            for module, gradient in first.items():
-                weight = module.weight
-                grad = weight.grad.T if is_transposed(module) else weight.grad
-                grad = grad.to("cpu", gradient.dtype)
-                gradient += grad / total
-                if squared and count:
-                    second[module] += (grad / count).square() / len(rows)
-                weight.grad = None
-    return first, second
-
-
-@contextmanager
-def _gradients_of(model: nn.Module, modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Compute gradients only of these modules' weights inside the block; restore the model's settings afterwards."""
-    with ExitStack() as stack:
-        weights = {id(module.weight) for module in modules}
-        for parameter in model.parameters():
+        found[module] = torch.zeros(weight.shape, dtype=torch.promote_types(weight.dtype, torch.float32))
+    with ExitStack() as stack, torch.enable_grad():
+        weights = {id(module.weight) for module in projections}
+        for parameter in model.parameters():  # gradients of these weights only; the settings are restored
             stack.callback(parameter.requires_grad_, parameter.requires_grad)
             stack.callback(setattr, parameter, "grad", parameter.grad)
             parameter.requires_grad_(id(parameter) in weights)
             parameter.grad = None
-        yield
+        for batch, inputs in text.inputs(model):
+            predicted = _predicted(batch)
+            logits = model(**inputs, use_cache=False).logits[:, :-1]
+            logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+            nn.functional.cross_entropy(logits[predicted], batch.ids[:, 1:][predicted], reduction="sum").backward()
+            for module, gradient in found.items():
+                weight = module.weight
+                grad = weight.grad.T if is_transposed(module) else weight.grad
+                gradient += grad.to("cpu", gradient.dtype) / total
+                weight.grad = None
+    return found
 
 
 def _predicted(batch: Batch) -> Tensor:

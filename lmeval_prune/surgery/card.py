@@ -17,8 +17,13 @@ from markupsafe import Markup
 from lmeval_prune.architectures.identity import model_name
 from lmeval_prune.artefacts import CREATED_BY, write_text
 from lmeval_prune.checkpoints import embedded
-from lmeval_prune.checkpoints.loading import auto_model_class, has_pruned_layers, stock_class, task_classes
-from lmeval_prune.checkpoints.pruned import removal_summary
+from lmeval_prune.checkpoints.loading import (
+    auto_model_class,
+    has_pruned_layers,
+    removal_summary,
+    stock_class,
+    task_classes,
+)
 from lmeval_prune.reporting.documents import printable, render
 
 _logger = logging.getLogger(__name__)

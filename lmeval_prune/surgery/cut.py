@@ -27,8 +27,16 @@ from lmeval_prune.architectures import (
 )
 from lmeval_prune.architectures.blocks import columns_of, is_transposed, layers_in
 from lmeval_prune.artefacts import check_writable
-from lmeval_prune.checkpoints.loading import check_unquantised, skeleton_of, tokenizer_of, with_weights
-from lmeval_prune.checkpoints.pruned import PLAN, check_folder, manifest_of, save_checkpoint
+from lmeval_prune.checkpoints.loading import (
+    PLAN,
+    check_folder,
+    check_unquantised,
+    manifest_of,
+    save_checkpoint,
+    skeleton_of,
+    tokenizer_of,
+    with_weights,
+)
 from lmeval_prune.errors import InputError, first_line
 from lmeval_prune.interventions.head_mask import HeadMask
 from lmeval_prune.interventions.plan import Plan, find_projection
@@ -37,9 +45,7 @@ from lmeval_prune.surgery.card import write_checkpoint_card
 from lmeval_prune.surgery.kept import Kept, is_inside
 from lmeval_prune.surgery.model_class import models_with
 
-# Attributes of a cut model in memory: its stages, and the questions that it was trained and validated on.
-_STAGES = "_lmeval_prune_stages"
-_QUESTIONS = "_lmeval_prune_questions"
+_HISTORY = "_lmeval_prune_history"  # attribute of a cut model in memory: its stages, and what it was trained on
 
 
 @dataclass(frozen=True)
@@ -91,7 +97,6 @@ def cut(model: Any, plan: Plan | HeadMask, keep_shapes: bool = False, revision: 
 
 
 def cut_to(folder: str | os.PathLike[str], model: Any, plan: Plan | HeadMask, tokenizer: Any = None) -> Cut:
-    """Cut a model and write the checkpoint."""
     smaller = cut(model, plan)
     smaller.save(folder, tokenizer)
     return smaller
@@ -116,20 +121,9 @@ def check_cuttable(model_map: ModelMap, heads: bool) -> None:
             f"or remove channels only"
         )
     check_unquantised(model_map.model, model_map.name)
-    if reason := _why_cut_fails(model_map, heads):
-        raise InputError(
-            f"this {model_map.model_type} model cannot be cut: a tiny random model of its class {reason} when cut; "
-            f"evaluate the plan by plan=FILE"
-        )
-
-
-def _why_cut_fails(model_map: ModelMap, heads: bool) -> str:
-    """Return how a cut model of a family that is not in the table differs from its plan, tried on a tiny random model.
-
-    `heads`: whether heads are removed, besides channels. Empty if it does not differ, and for families of the table.
-    """
     if model_map.model_type in FAMILIES:
-        return ""
+        return
+    # of a family that is not in the table, a tiny random model is cut and compared with its plan
     tiny_map = map_model(tiny_model(model_map.model, recognise(model_map.model).depth))
     tokens = torch.arange(3, 10)[None]
     groups = [f"{layer.label}H0-{layer.group_size - 1}" for layer in tiny_map.attention if layer.kv_heads > 1]
@@ -143,23 +137,12 @@ def _why_cut_fails(model_map: ModelMap, heads: bool) -> str:
                 with plan.applied_to(tiny_map.model, tiny_map):
                     expected = tiny_map.model(tokens, use_cache=False)[0]
                 actual = _cut_fitted(tiny_map, plan, False).model(tokens, use_cache=False)[0]
+            difference = (actual - expected).abs().max()
+            is_same, reason = difference <= 1e-5 * expected.abs().max(), f"differs from its plan by {difference:.2g}"
         except Exception as error:  # model classes raise errors of any type
-            return f"does not run ({first_line(error)})"
-        difference = (actual - expected).abs().max()
-        if not difference <= 1e-5 * expected.abs().max():
-            return f"differs from its plan by {difference:.2g}"
-    return ""
-
-
-def identity_of(model_map: ModelMap) -> dict[str, Any]:
-    """Return the manifest's entry about the parent model of a checkpoint."""
-    return {
-        "name": model_map.name,
-        "revision": model_map.revision,
-        "weights": loadable_fingerprints(model_map.model, model_map.weights),
-        **model_map.signature(),
-        "channels": model_map.channels(),
-    }
+            is_same, reason = False, f"does not run ({first_line(error)})"
+        if not is_same:
+            raise InputError(f"a tiny {model_map.model_type} model {reason} when cut; evaluate the plan by plan=FILE")
 
 
 def _cut_fitted(model_map: ModelMap, plan: Plan, keep_shapes: bool) -> Cut:
@@ -171,10 +154,7 @@ def _cut_fitted(model_map: ModelMap, plan: Plan, keep_shapes: bool) -> Cut:
             if not reason:
                 break
     if reason:
-        raise InputError(
-            f"this {model_map.model_type} model without these blocks {reason}; keep its first layer, or evaluate the "
-            f"plan by plan=FILE"
-        )
+        raise InputError(f"this model without these blocks {reason}; keep its first layer, or evaluate by plan=FILE")
     notes = [note] if note else []
     fillers = {heads.layer.label: list(heads.fillers) for heads in kept.heads if heads.fillers}
     count = sum(map(len, fillers.values()))
@@ -194,7 +174,7 @@ def _cut_fitted(model_map: ModelMap, plan: Plan, keep_shapes: bool) -> Cut:
     if kept.removed:
         removed |= {"blocks": len(kept.removed), "layers": len(kept.layers)}
     stage = {
-        "parent": identity_of(model_map),
+        "parent": model_map.record(),
         "removed_blocks": list(kept.removed),
         "plan": {**plan.settings(), "made": dict(plan.provenance)},
         "removed": removed,
@@ -206,15 +186,13 @@ def _cut_fitted(model_map: ModelMap, plan: Plan, keep_shapes: bool) -> Cut:
         staying = [x.label for x in layers_in(model_map.model, family) if x.name not in kept.layers]
         after = [x.label for x in layers_in(smaller, family)]
         stage["kept_layers"] = dict(zip(after if len(after) == len(staying) else staying, staying, strict=True))
-    earlier = {} if hasattr(model_map.model, _STAGES) else manifest_of(model_map.model) or {}
-    stages = [*getattr(model_map.model, _STAGES, earlier.get("stages", [])), stage]
-    stored_questions = {name: earlier[name] for name in ("trained_on", "validated_on") if name in earlier}
-    questions = getattr(model_map.model, _QUESTIONS, stored_questions)
-    setattr(smaller, _STAGES, stages)
-    setattr(smaller, _QUESTIONS, questions)
+    earlier = getattr(model_map.model, _HISTORY, None) or manifest_of(model_map.model) or {}
+    questions = {name: earlier[name] for name in ("trained_on", "validated_on") if name in earlier}
+    history = {"stages": [*earlier.get("stages", []), stage], **questions}
+    setattr(smaller, _HISTORY, history)
     weights = loadable_fingerprints(smaller, weights_fingerprint(smaller))
     about = {"class": type(smaller).__name__, "weights": weights, "notes": notes, "about_class": note}
-    return Cut(smaller, {**about, "stages": stages, **questions}, plan, model_map)
+    return Cut(smaller, {**about, **history}, plan, model_map)
 
 
 def _kept_tensors(model_map: ModelMap, plan: Plan, kept: Kept) -> dict[str, Tensor]:

@@ -51,7 +51,6 @@ class KeptHeads:
 
     @property
     def unchanged(self) -> bool:
-        """True if the layer keeps its shape."""
         return len(self.heads) == self.layer.heads
 
     def rows(self) -> dict[nn.Module, list[int]]:
@@ -90,10 +89,7 @@ class Kept:
 
     @classmethod
     def of(cls, model_map: ModelMap, plan: Plan, keep_shapes: bool = False) -> Kept:
-        """Remove what a plan removes; with `keep_shapes`, zero weights instead.
-
-        A block that loses all its heads or channels is removed, unless its output projection has a bias.
-        """
+        """Remove what a plan removes, and blocks that lose all and have no bias; with `keep_shapes`, zero weights."""
         pruned_heads = {layer.label: numbers for layer, numbers in plan.heads_by_layer(model_map)}
         pruned_channels = {block.label: set(numbers) for block, numbers in plan.channels_by_layer(model_map)}
         removed = list(plan.sublayers(model_map))
@@ -157,21 +153,10 @@ class Kept:
 
 
 def is_inside(name: str, modules: Collection[str]) -> bool:
-    """Return whether a module or tensor is in one of these modules."""
     return any(name.startswith(f"{module}.") for module in modules)
 
 
 # --------------------------------------------------------------------------- modules that go with a block
-
-
-@dataclass(frozen=True)
-class _Call:
-    """Arguments of `Absent` modules that return what a module returned in the pass, or its first argument."""
-
-    computes: Outputs | None  # what it returned; None if that is no argument, nor zeros like one
-    passes: Outputs
-    zeros: Outputs
-    returns_input: bool  # the first output is one of the arguments, unchanged
 
 
 def _earlier_absent(model_map: ModelMap) -> dict[str, Outputs]:
@@ -193,7 +178,10 @@ def _trace(
     staying = [sublayer for sublayer in model_map.sublayers if sublayer not in removed]
     roles = {module: role for sublayer in removed for module, role in _modules_of(sublayer)}
     norms = [module for layer in layers.values() for module in _norms(layer, staying)]
-    calls: dict[nn.Module, _Call] = {}  # computed at once, because models change tensors in place
+    # Arguments of `Absent` modules that return what a module returned (`computes`, None if that is neither an argument
+    # nor zeros like one), its first argument, or zeros; computed at once, because models change tensors in place.
+    calls: dict[nn.Module, dict[str, Outputs | None]] = {}
+    pass_on: set[nn.Module] = set()  # the first output is one of the arguments, unchanged
 
     def record(module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any], output: Any) -> None:
         parameters = [name for name in inspect.signature(type(module).forward).parameters if name != "self"]
@@ -218,7 +206,8 @@ def _trace(
         rest = [None] * len(others)
         passes, zeros = ([[[*arguments[0][:2], is_zero], *rest], is_tuple] for is_zero in (False, True))
         computes = [[computed, *map(source, others)], is_tuple] if computed else None
-        calls[module] = _Call(computes, passes, zeros, argument is not None)
+        calls[module] = {"computes": computes, "passes": passes, "zeros": zeros}
+        (pass_on.discard if argument is None else pass_on.add)(module)
 
     weights = {parameter: parameter.requires_grad for norm in norms for parameter in norm.parameters()}
     with ExitStack() as stack, torch.enable_grad(), exact_products():
@@ -240,10 +229,10 @@ def _trace(
     gone: dict[str, Outputs] = {}
     for name, module in layers.items():
         is_left = any(sublayer.layer == name for sublayer in staying)
-        if not is_left and calls[module].returns_input and (computes := calls[module].computes):
+        if not is_left and module in pass_on and (computes := calls[module]["computes"]):
             gone[name] = computes
     names = {module: name for name, module in model.named_modules()}
-    absent |= {names[x]: getattr(calls[x], role) or [] for x, role in (roles | dict.fromkeys(dead, "passes")).items()}
+    absent |= {names[x]: calls[x][role] or [] for x, role in (roles | dict.fromkeys(dead, "passes")).items()}
     absent = {name: arguments for name, arguments in absent.items() if not is_inside(name, [*gone, *absent])}
     with torch.no_grad(), exact_products(), plan.applied_to(model, model_map):
         decoded = _decoded(model)  # of some state spaces, not what one pass computes
@@ -251,7 +240,7 @@ def _trace(
 
 
 def _modules_of(sublayer: Sublayer) -> Iterator[tuple[nn.Module, str]]:
-    """Yield the modules of a removed block, and what takes their place, by its name in `_Call`."""
+    """Yield the modules of a removed block, and what takes their place: `computes`, `passes` or `zeros`."""
     block = sublayer.block
     if isinstance(block, AttentionLayer):
         match = find_in(block.module, block.family.query)

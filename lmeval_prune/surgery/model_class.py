@@ -43,10 +43,7 @@ _DEPTHS = {  # settings of the number of layers, by stack
 
 
 def models_with(tensors: dict[str, Tensor], kept: Kept) -> Iterator[tuple[Any, str]]:
-    """Yield models with these tensors (by name) in the kept layers, best class first, and a note on the class.
-
-    The note may be empty.
-    """
+    """Yield models with these tensors (by name) in the kept layers, best class first, and a note on the class."""
     for base in _bases(kept):
         named = {base.name(name): tensor for name, tensor in tensors.items()}
         shapes = {name: tuple(x.shape) for name, x in named.items()}
@@ -77,35 +74,23 @@ def _shapes(model: Any) -> dict[str, tuple[int, ...]]:
 
 @dataclass(frozen=True)
 class Base:
-    """A configuration of the stock class, whose shapes may still differ from those of the cut model.
-
-    Attributes:
-        config: the configuration.
-        built: the stock model, without weights.
-        absent: arguments of `Absent` by module name.
-        renamed_layers: new names of layers by their names in the model that is cut; empty if names stay.
-        numbers: new layer numbers of attention modules, as `attributes` of the cut configuration.
-    """
+    """A configuration of the stock class, whose shapes may still differ from those of the cut model."""
 
     config: Any
-    built: Any
-    absent: Mapping[str, Outputs]
-    renamed_layers: Mapping[str, str] = field(default_factory=dict)
-    numbers: Mapping[str, dict[str, int]] = field(default_factory=dict)
+    built: Any  # the stock model, without weights
+    absent: Mapping[str, Outputs]  # arguments of `Absent` by module name
+    renamed_layers: Mapping[str, str] = field(default_factory=dict)  # by their names in the model that is cut
+    numbers: Mapping[str, dict[str, int]] = field(default_factory=dict)  # new layer numbers of attention modules
 
     def name(self, before: str) -> str:
-        """Return the new name of a module or tensor."""
         for layer, name in self.renamed_layers.items():
-            if before == layer or is_inside(before, [layer]):
+            if is_inside(f"{before}.", [layer]):
                 return name + before.removeprefix(layer)
         return before
 
     def index(self, block: Block) -> int:
-        """Return the new number of the layer that holds a block."""
-        for layer, name in self.renamed_layers.items():
-            if block.name == layer or is_inside(block.name, [layer]):
-                return int(name.rpartition(".")[2])
-        return block.index
+        renamed = (name for layer, name in self.renamed_layers.items() if is_inside(f"{block.name}.", [layer]))
+        return next((int(name.rpartition(".")[2]) for name in renamed), block.index)
 
 
 def _bases(kept: Kept) -> Iterator[Base]:
@@ -195,8 +180,8 @@ def _has_same_modules(built: Any, smaller: Any, renamed: Mapping[str, str]) -> b
 def _with_cache_numbers(base: Base, kept: Kept) -> Base:
     """Number the kept attention blocks so that they fill the cache in order.
 
-    Masks and positions are computed from the first layer of the cache, and from the first of each type. So the kept
-    blocks of a type take the first numbers of that type, and the first layer gets a type that stays.
+    Masks and positions are computed from the first layer of the cache, and of each type: so the kept blocks of a type
+    take the first numbers of that type, and the first layer gets a type that stays.
     """
     staying = {base.name(heads.layer.name) for heads in kept.heads}
     changed: dict[str, dict[str, int]] = {}
@@ -253,7 +238,6 @@ def _changed_config(config: Any, changes: Mapping[str, Any]) -> Any:
 
 
 def copy_implementations(source: Any, target: Any) -> None:
-    """Copy the attention and experts implementation between configurations."""
     for name in ("_attn_implementation", "_experts_implementation"):
         if getattr(source, name, None) is not None:
             setattr(target, name, getattr(source, name))
@@ -272,10 +256,7 @@ def unusual_head_dim(config: Any) -> str:
 
 
 def _head_dim(kept: Kept) -> dict[str, int]:
-    """Return the setting of the head width, which otherwise follows from the number of heads.
-
-    Where values have a width of their own, `head_dim` is that of queries or keys and is not changed.
-    """
+    """Return the setting of the head width, but where `head_dim` is that of queries or keys alone."""
     layer = kept.heads[0].layer
     return {} if layer.family.width == "v_head_dim" else {"head_dim": layer.head_dim}
 
@@ -398,10 +379,7 @@ def _add_layer_configs(config: Any, kept: Kept, base: Base) -> None:
 
 
 def _load(model_class: Any, config: Any, kept: Kept, tensors: dict[str, Tensor], base: Base) -> Any:
-    """Build a model of tensors in their own dtype; buffers and generation settings are those of the parent.
-
-    Tensors that the parent has, too, are copied; the others become the model's own, so that no tensor is there twice.
-    """
+    """Build a model of tensors: those of the parent are copied, the others are its own, so that none is there twice."""
     config, model = copy.deepcopy(config), kept.model_map.model
     config._name_or_path = f"{getattr(model.config, '_name_or_path', '')}-pruned"
     implementation = model.config._attn_implementation

@@ -35,7 +35,6 @@ OPTIONS = {
     "flap by least squares": ("flap", {}, {"compensation": "least_squares"}),
     "magnitude with biases": ("magnitude", {}, {"compensation": "bias"}),
     "wanda_sp with biases": ("wanda_sp", {}, {"compensation": "bias"}),
-    "llm_pruner of second order": ("llm_pruner", {"importance": "mix"}, {}),
 }
 OTHERS = ("gpt2", "gemma3_text", "gpt_neo")  # transposed weights; windows; weights that a model gives out itself
 CASES = [(name, "llama") for name in OPTIONS]

@@ -19,7 +19,7 @@ import yaml
 
 from lmeval_prune.checkpoints import embedded
 from lmeval_prune.cli import COMMANDS, main
-from lmeval_prune.config import packaged, read_options
+from lmeval_prune.config import command, packaged, read_options
 from tests.conftest import ROOT
 from tests.test_command_line import call
 
@@ -41,6 +41,7 @@ class Oven:
     settings: dict[str, Any] = field(default_factory=dict)
 
 
+@command("name")
 def bake(
     dough: str,
     lambda_: tuple[float, ...] = (0.5, 1.0),

@@ -102,8 +102,8 @@ class Stopped(Exception):
     pass
 
 
-def stop(self: SweptTask, doc: dict, responses: list) -> dict:
-    if len(responses) > 1:  # not the check of the metric before the run
+def stop(self: SweptTask, doc: dict, results: list) -> dict:
+    if len(results[0]) > 1:  # not the check of the metric before the run
         raise Stopped
     return {}
 
@@ -111,7 +111,7 @@ def stop(self: SweptTask, doc: dict, responses: list) -> dict:
 def test_answers_outside_the_current_questions_stay_unscored(tiny_folder: Path, whole: Path, tmp_path: Path) -> None:
     """A run over five questions is killed before scoring; then a run over two questions, then over five."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(SweptTask, "score_tries", stop)
+        patch.setattr(SweptTask, "process_results", stop)
         with pytest.raises(Stopped):
             sweep(tiny_folder, tmp_path / "s")
     with pytest.raises(InputError):  # no outcomes yet

@@ -29,8 +29,8 @@ def sweep(**options: Any) -> int:
         return 0
     print(f"{settings.output}: {len(outcomes.questions)} questions, pool of {len(outcomes.pool)}")
     accuracy = dict(zip(outcomes.pool, outcomes.accuracy().tolist(), strict=True))
-    highest = sorted(accuracy, key=lambda name: -accuracy[name])[:5]
-    print("accuracy: " + ", ".join(f"{name} {accuracy[name]:.3f}" for name in dict.fromkeys(["dense", *highest])))
+    shown = dict.fromkeys(["dense", *sorted(accuracy, key=lambda name: -accuracy[name])[:5]])
+    print("accuracy: " + ", ".join(f"{name} {accuracy[name]:.3f}" for name in shown))
     for warning in outcomes.warnings:
         print(warning)
     return 0
@@ -72,11 +72,8 @@ def fit(
         f"{about['questions']} questions, {informative} of them distinguish heads; "
         f"{about['validation_questions']} for validation, {about['held_out']} held out for `report sprint`"
     )
-    passes, dense = about["validation_pass"], about["validation_dense"]
-    if passes:
+    if passes := about["validation_pass"]:
         print("validation: " + ", ".join(f"{k} {v:.3f}" for k, v in passes.items()))
-        if dense is not None and passes["pass@1"] < dense:
-            print(f"its first try is worse than the unpruned model ({dense:.3f})")
     for warning in training.warnings:
         print(warning)
     return 0
@@ -99,8 +96,7 @@ def questions(outcomes: str, task: str, router: str | None = None) -> int:
     rows = [row for row in store.questions if digest(row["question"]) not in fitted]
     sources = sorted({(row["task"], row["split"]) for row in rows})
     if len(sources) != 1:
-        names = ", ".join(map(" ".join, sources)) or "none"
-        raise InputError(f"the questions must come from a single task and split, not from: {names}")
+        raise InputError(f"the questions must come from a single task and split, not from: {sources}")
     ((source, split),) = sources
     scored = store.tasks[source].get("scored_splits")
     if scored and split not in scored:

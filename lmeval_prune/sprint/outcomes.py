@@ -51,7 +51,6 @@ class StoreContents(TypedDict):
 
 
 def key_of(row: Mapping[str, Any]) -> tuple[str, str, int]:
-    """Return the key of a row's question: task, split and the document's index in the split."""
     return row["task"], row["split"], row["doc_id"]
 
 
@@ -69,13 +68,10 @@ def check_tasks(
     Not each change of a user's code matters to scores, and a sweep is dear.
     """
     for task in sorted(before.keys() & now.keys()):
-        old, new = (
-            {name: value for name, value in tasks[task].items() if name not in {"code", *ignored}}
-            for tasks in (before, now)
-        )
-        check_same({task: old}, {task: new}, subject, **remedy)
-        codes = {tasks[task].get("code") or None for tasks in (before, now)} - {None}
-        if len(codes) > 1:
+        names = [name for name in {**before[task], **now[task]} if name not in ("code", *ignored)]
+        old, new = ({task: {name: tasks[task].get(name) for name in names}} for tasks in (before, now))
+        check_same(old, new, subject, **remedy)
+        if len({tasks[task].get("code") or None for tasks in (before, now)} - {None}) > 1:
             logger.warning(
                 "the code of %s has changed between sweeps: if scores depend on the change, they cannot be compared; "
                 "sweep again into a new folder",
@@ -125,9 +121,8 @@ class Outcomes:
         column = int(counts.argmin())
         if counts[column] < counts.max():
             warnings.append(
-                f"{(counts < counts.max()).sum()} of {len(self.pool)} columns have outcomes of fewer questions, e.g. "
-                f"{self.pool[column]} of {counts[column]} and not {counts.max()}: accuracies of different "
-                f"questions are compared; `lmeval-prune sweep` at all questions gives the others"
+                f"columns have outcomes of different questions, e.g. {self.pool[column]} of {counts[column]} and not "
+                f"{counts.max()}; `lmeval-prune sweep` at all questions gives the others"
             )
         if note := cut_off_note(self.lengths) if self.lengths else "":
             warnings.append(f"{note}; their accuracy reflects the limit, not the model")
@@ -140,7 +135,6 @@ class Outcomes:
 
     @property
     def texts(self) -> list[str]:
-        """Return the texts of the questions."""
         return [row["question"] for row in self.questions]
 
     def rows(self, indices: Sequence[int] | np.ndarray) -> Outcomes:
@@ -164,11 +158,7 @@ class Outcomes:
 
 
 class OutcomeStore:
-    """A folder with outcomes; the module docstring lists its files. Only one process of a run writes.
-
-    Args:
-        folder: path of the store.
-    """
+    """A folder with outcomes; the module docstring lists its files. Only one process of a run writes."""
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = Path(folder)
@@ -192,11 +182,9 @@ class OutcomeStore:
         for row in rows:
             row["attributes"] = parse_json(row["attributes"], self.questions_file)
         pool = [name for name in content["pool"] if name in attempts]
-        without = len(questions) - len(rows), len(content["pool"]) - len(pool)
-        if any(without):
-            logger.warning(
-                "%s: %d questions and %d attempts of a sweep that was not finished are left out", self.folder, *without
-            )
+        if any(without := (len(questions) - len(rows), len(content["pool"]) - len(pool))):
+            unfinished = "%s: %d questions and %d attempts of a sweep that was not finished are left out"
+            logger.warning(unfinished, self.folder, *without)
         row_of = {key_of(row): i for i, row in enumerate(rows)}
         column_of = {name: i for i, name in enumerate(pool)}
         positions = ([row_of[key_of(cell)] for cell in cells], [column_of[cell["attempt"]] for cell in cells])
@@ -220,11 +208,7 @@ class OutcomeStore:
         return cells
 
     def begin(
-        self,
-        model: dict[str, Any],
-        tasks: dict[str, Any],
-        questions: list[dict[str, Any]],
-        pool: Sequence[str],
+        self, model: dict[str, Any], tasks: dict[str, Any], questions: list[dict[str, Any]], pool: Sequence[str]
     ) -> None:
         """Create the store, or extend it; `InputError` if its model, settings or prompts are other ones."""
         self.folder.mkdir(parents=True, exist_ok=True)

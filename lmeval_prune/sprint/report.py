@@ -170,12 +170,10 @@ class Curve:
 
     @property
     def mean(self) -> np.ndarray:
-        """Return the mean pass@k over the questions, shape (N,)."""
         return self.values.mean(0)
 
     @property
     def mean_tokens(self) -> np.ndarray | None:
-        """Return the mean number of generated tokens of k tries over the questions, shape (N,)."""
         return None if self.tokens is None else self.tokens.mean(0)
 
 
@@ -233,8 +231,7 @@ def samples_curve(name: str, path: str, outcomes: Outcomes, n: int) -> Curve:
             right = round(float(sample["pass@1_unbiased"]) * tries)
             passes = [pass_unbiased(tries, right, k) if k <= tries else np.nan for k in ks]
         rows[question] = np.array(passes)
-    missing = set(outcomes.texts) - rows.keys()
-    if missing:
+    if missing := set(outcomes.texts) - rows.keys():
         raise InputError(
             f"{path} lacks {len(missing)} of the test store's {len(outcomes.texts)} questions, "
             f"e.g. {min(missing)[:60]!r}; `lmeval-prune questions` prints them for lm_eval's --samples"
@@ -264,22 +261,14 @@ def _plain(values: np.ndarray) -> list[float | None]:
 
 
 def _pass_rows(curves: Sequence[Curve], bands: Sequence[tuple[np.ndarray, np.ndarray]]) -> pd.DataFrame:
-    """Return pass@N with confidence limits in long format: a row for each policy and N, without unknown values."""
-    frames = [
-        pd.DataFrame(
-            {
-                "policy": curve.name,
-                "estimate": curve.kind,
-                "n": range(1, len(low) + 1),
-                "pass": curve.mean,
-                "low": low,
-                "high": high,
-                "tokens": np.nan if curve.mean_tokens is None else curve.mean_tokens,
-            }
-        )
-        for curve, (low, high) in zip(curves, bands, strict=True)
-    ]
-    return pd.concat(frames, ignore_index=True).dropna(subset="pass")
+    """Return pass@N with confidence limits: a row for each policy and N, without unknown values."""
+    columns = ["policy", "estimate", "n", "pass", "low", "high", "tokens"]
+    rows = []
+    for curve, (low, high) in zip(curves, bands, strict=True):
+        tokens = np.full(len(low), np.nan) if curve.mean_tokens is None else curve.mean_tokens
+        numbers = np.stack([curve.mean, low, high, tokens], axis=1)
+        rows += [(curve.name, curve.kind, n, *row) for n, row in enumerate(numbers, 1)]
+    return pd.DataFrame(rows, columns=columns).dropna(subset="pass")
 
 
 # ---------------------------------------------------------------------- single heads
@@ -294,18 +283,14 @@ def _heads_section(test: Outcomes, options: ReportOptions, folder: Path) -> dict
     table = head_table(outcomes, groups)
     measured, chance = gains(table), gains_by_chance(outcomes, groups, seed=options.seed)
     draw_changes(change_by_head, folder / "head_changes")
-    draw_head_map(change_by_head, folder / "head_map")
     draw_gains(measured, chance, folder / "best_head_gains")
     write_text(folder / "accuracy.csv", csv(table))
-    medians = {
-        name: float(np.median(np.concatenate(list(values.values()))))
-        for name, values in (("measured", measured), ("by_luck", chance))
-    }
+    of_both = {"measured": measured, "by_luck": chance}
     return {
         "change_by_head": {name: {"change": c, "standard_error": e} for name, (c, e) in change_by_head.items()},
         "changes": [change for change, _ in change_by_head.values()],
         "beyond": sum(bool(error) and abs(change) > 2 * error for change, error in change_by_head.values()),
-        "medians": medians,
+        "medians": {name: float(np.median(np.concatenate([*each.values()]))) for name, each in of_both.items()},
         "groups": groups,
         "tables": head_tables(table),
     }
@@ -365,12 +350,11 @@ def gains_by_chance(
 
     After the shuffle no head is better than another, so the best head's gain is chance.
     """
-    generator, layers = np.random.default_rng(seed), defaultdict(list)
+    generator, columns_of, gains_of = np.random.default_rng(seed), defaultdict(list), defaultdict(list)
     for column in outcomes.pool:
         if column != DENSE:
-            layers[Head.named(column).layer_label].append(column)
-    gains_of: dict[str, list[float]] = defaultdict(list)
-    for layer, columns in layers.items():
+            columns_of[Head.named(column).layer_label].append(column)
+    for layer, columns in columns_of.items():
         part = outcomes.columns([DENSE, *columns])
         for rows in groups.values():
             for _ in range(draws):
@@ -387,8 +371,7 @@ def changes(outcomes: Outcomes) -> dict[str, tuple[float, float]]:
         if column != DENSE:
             difference = outcomes.z[:, i] - dense
             difference = difference[~np.isnan(difference)]
-            count = len(difference)
-            error = float(difference.std(ddof=1) / count**0.5) if count > 1 else 0.0
+            error = float(difference.std(ddof=1) / len(difference) ** 0.5) if len(difference) > 1 else 0.0
             change_of[column] = (float(difference.mean()), error)
     return change_of
 
@@ -467,29 +450,4 @@ def draw_changes(changes: dict[str, tuple[float, float]], stem: Path) -> None:
     axes.set_xticks(range(len(ordered)), [name for name, _ in ordered], rotation=90, fontsize=7)
     axes.margins(x=0.01)
     axes.set(ylabel="change in accuracy")
-    save(drawing, stem)
-
-
-def draw_head_map(changes: dict[str, tuple[float, float]], stem: Path) -> None:
-    """Draw the change in accuracy by layer and head."""
-    heads = {name: Head.named(name) for name in changes}
-    layers = list(dict.fromkeys(head.layer_label for head in heads.values()))
-    count = 1 + max(head.head for head in heads.values())
-    grid = np.full((len(layers), count), np.nan)  # in percentage points
-    for name, head in heads.items():
-        grid[layers.index(head.layer_label), head.head] = 100 * changes[name][0]
-    title = "Change in accuracy with one head pruned"
-    drawing, axes = figure(max(5.0, 0.5 * count + 2.2), max(2.4, 0.42 * len(layers) + 1.4), title)
-    limit = max(float(np.nanmax(np.abs(grid))), 1e-9)
-    image = axes.imshow(grid, cmap="RdBu", vmin=-limit, vmax=limit, aspect="auto")
-    axes.spines[:].set_visible(False)
-    axes.set_xticks(range(count))
-    axes.set_yticks(range(len(layers)), layers)
-    axes.set(xlabel="pruned head", ylabel="layer")
-    if grid.size <= 160:
-        for (i, j), value in np.ndenumerate(grid):
-            if not np.isnan(value):
-                shade = "white" if abs(value) > 0.6 * limit else "0.15"
-                axes.text(j, i, f"{value:+.1f}", ha="center", va="center", fontsize=7, color=shade)
-    drawing.colorbar(image, ax=axes, label="change in accuracy, points")
     save(drawing, stem)

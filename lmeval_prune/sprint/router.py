@@ -66,26 +66,10 @@ def embed(encoder: Any, texts: Sequence[str]) -> Tensor:
     if not texts:
         return torch.empty(0)
     numbers = {text: i for i, text in enumerate(dict.fromkeys(texts))}
-    progress = len(numbers) > 500
-    vectors = encoder.encode(list(numbers), batch_size=1, convert_to_tensor=True, show_progress_bar=progress)
+    vectors = encoder.encode(list(numbers), batch_size=1, convert_to_tensor=True, show_progress_bar=len(numbers) > 500)
     vectors = torch.as_tensor(vectors).detach().to("cpu", torch.float32).clone()
     check_finite({"vectors": vectors}, "the sentence encoder")
     return vectors[[numbers[text] for text in texts]]
-
-
-def warn_of_long_texts(encoder: Any, texts: Sequence[str]) -> None:
-    """Warn of texts of which an encoder reads the beginning alone."""
-    from transformers import PreTrainedTokenizerBase
-
-    limit, tokenizer = encoder.max_seq_length, encoder.tokenizer
-    if not limit or not isinstance(tokenizer, PreTrainedTokenizerBase):
-        return
-    if count := sum(len(ids) > limit for ids in tokenizer(list(texts), verbose=False)["input_ids"]):
-        logger.warning(
-            "%d of %d questions are longer than the %d tokens that the sentence encoder reads: it knows their "
-            "beginnings alone; another --encoder, or a shorter --question_field, reads more",
-            *(count, len(texts), limit),
-        )
 
 
 def fingerprint(encoder: Any) -> str:
@@ -145,7 +129,12 @@ class Router:
 
     def ranking(self, embeddings: Tensor) -> list[list[int]]:
         """Return pool indices for each question in the order of the tries, from embeddings (questions, width)."""
-        return self.ranker.columns(embeddings, len(self.pool), self.method)
+        with torch.no_grad():
+            rows: list[list[int]] = self.ranker.order(embeddings).tolist()
+        columns = list(range(len(self.pool)))
+        if len(rows) != len(embeddings) or any(sorted(row) != columns for row in rows):
+            raise InputError(f"router {self.method} ordered other columns than 0 to {columns[-1]}, each once")
+        return rows
 
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Write `router.json`, which has the hash of the tensors, and `router.safetensors`."""
@@ -174,14 +163,9 @@ class Router:
             now = import_path(kind.ranker)
             raise InputError(f"router={method} is {now} now, and was {recorded or 'of this package'}")
         if about.get("method_version", 1) != kind.version:
-            logger.warning(
-                "the router in %s was fitted by another version of %s than is installed, which may order its pool in "
-                "another way: fit it again",
-                *(folder, method),
-            )
-        return cls(
-            kind.ranker.from_dict({**tensors, **settings}, "the fitted router"), pool, encoder, method, about, sha256
-        )
+            logger.warning("the router in %s was fitted by another version of %s: fit it again", folder, method)
+        ranker = kind.ranker.from_dict({**tensors, **settings}, "the fitted router")
+        return cls(ranker, pool, encoder, method, about, sha256)
 
 
 # ---------------------------------------------------------------------- fitting
@@ -194,18 +178,15 @@ def fit(outcomes: Outcomes, encoder: str, options: FitOptions | None = None) -> 
     groups = number_questions(outcomes.texts)
     _, used = split(groups, options.holdout, [options.seed, 1])
     outcomes = outcomes.rows(used)
-    dense = torch.from_numpy(outcomes.z[:, outcomes.pool.index(DENSE)]) if DENSE in outcomes.pool else None
     if not options.dense:
         outcomes = outcomes.columns([name for name in outcomes.pool if name != DENSE])
     observed = outcomes.z[outcomes.observed]
     if not observed.size or observed.min() == observed.max():
         raise InputError(
-            f"of {len(outcomes.texts)} questions that are not held out every head solves all or none: there is nothing "
-            f"to learn; sweep other questions"
+            f"every head solves all or none of {len(outcomes.texts)} questions: nothing to learn; sweep others"
         )
     z = torch.from_numpy(outcomes.z)
     model = load_encoder(encoder)
-    warn_of_long_texts(model, outcomes.texts)
     x = embed(model, outcomes.texts)
     about = {
         "encoder_fingerprint": fingerprint(model),
@@ -219,7 +200,7 @@ def fit(outcomes: Outcomes, encoder: str, options: FitOptions | None = None) -> 
         "held_out": len(groups) - len(used),
         "seen": sorted({digest(text) for text in outcomes.texts}),
     }
-    return fit_embeddings(x, z, outcomes.pool, encoder, options, about, number_questions(outcomes.texts), dense)
+    return fit_embeddings(x, z, outcomes.pool, encoder, options, about, number_questions(outcomes.texts))
 
 
 def number_questions(texts: Sequence[str]) -> list[int]:
@@ -243,7 +224,6 @@ def fit_embeddings(
     options: FitOptions,
     about: dict[str, Any] | None = None,
     groups: Sequence[int] | None = None,
-    dense: Tensor | None = None,
 ) -> Router:
     """Fit a router from embeddings of shape (questions, width) and Z of shape (questions, pool).
 
@@ -253,7 +233,6 @@ def fit_embeddings(
         x, z, pool: embeddings, outcomes and the names of the columns.
         encoder, options, about: name of the encoder, settings of the fit, and details for `router.json`.
         groups: number of each row's group, whose rows are in the same split; by default each row is a group.
-        dense: outcomes of the unpruned model, shape (questions,), which need not be in the pool.
     """
     method = options.method()
     validation, training = split(groups or range(len(z)), options.validation, options.seed)
@@ -261,7 +240,6 @@ def fit_embeddings(
     if several and not validation:  # training losses do not choose between settings
         raise InputError(f"several values of {several[0]} need a validation split: give validation, or a single value")
     examples = Examples(x[training], z[training], x[validation], z[validation], options.seed)
-    dense_rate = float((dense[validation] == 1).double().mean()) if dense is not None and validation else None
     tried = []
     for candidate in method.candidates(examples):
         numbers = candidate.ranker.tensors | {"loss": torch.tensor(candidate.loss)}
@@ -285,11 +263,7 @@ def fit_embeddings(
             "training_questions": len(training),
             "validation_questions": len(validation),
             "validation_pass": passes,
-            "validation_dense": dense_rate,
-            "tried": [
-                {**each.values, "validation_loss": each.loss, "validation_pass": its_passes}
-                for each, _, its_passes in tried
-            ],
+            "tried": [{**one.values, "validation_loss": one.loss, "validation_pass": its} for one, _, its in tried],
             **candidate.about,
         },
     )
@@ -322,7 +296,7 @@ def nearest(router: Router) -> Policy:
 
 
 def random_order(pool: list[str], seed: int = 0, name: str = "random") -> Policy:
-    """Order at random by seed and question, independently of the other questions."""
+    """Order at random by seed and question."""
 
     def order(questions: Sequence[str]) -> list[list[str]]:
         return [random.Random(digest([seed, question])).sample(pool, len(pool)) for question in questions]

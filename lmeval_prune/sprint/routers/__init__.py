@@ -12,11 +12,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, get_origin
 
-import torch
 from torch import Tensor
 
 from lmeval_prune.config import Settings, annotations_of, union_members
-from lmeval_prune.errors import InputError
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,15 +38,6 @@ class Ranker(Settings, ABC):
         """Return the other fields, as JSON."""
         return {name: value for name, value in vars(self).items() if not isinstance(value, Tensor)}
 
-    def columns(self, x: Tensor, pool: int, name: str) -> list[list[int]]:
-        """Return `order(x)` as lists; `InputError` if it does not name each column of the pool once."""
-        with torch.no_grad():
-            order: Any = self.order(x)
-        rows = order.tolist() if isinstance(order, Tensor) else None
-        if rows is None or len(rows) != len(x) or any(sorted(row) != list(range(pool)) for row in rows):
-            raise InputError(f"router {name} ordered other columns than 0 to {pool - 1}, each once; mend its `order`")
-        return rows
-
 
 @dataclass(frozen=True)
 class Examples:
@@ -66,11 +55,6 @@ class Examples:
     validation_x: Tensor
     validation_z: Tensor
     seed: int = 0
-
-    @property
-    def judged(self) -> tuple[Tensor, Tensor]:
-        """Return embeddings and outcomes of the validation questions; of the training questions if there are none."""
-        return (self.validation_x, self.validation_z) if len(self.validation_z) else (self.x, self.z)
 
 
 @dataclass(frozen=True)

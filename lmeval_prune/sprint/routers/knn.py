@@ -109,7 +109,9 @@ class Knn(RouterMethod):
         vectors, z = unit((examples.x.double() - mean) / scale), examples.z.double()
         rates = (z == 1).double().sum(0) / (~z.isnan()).double().sum(0).clamp(min=1)
         outcomes = torch.where(z.isnan(), rates, z)
-        x, z = examples.judged
+        x, z = examples.x, examples.z
+        if len(examples.validation_z):
+            x, z = examples.validation_x, examples.validation_z
         for k, weighting, prior in product(sorted({min(k, len(vectors)) for k in self.k}), self.weighting, self.prior):
             ranker = Neighbours(mean, scale, vectors, outcomes, k, weighting, prior)
             values: dict[str, Any] = {"k": k, "weighting": weighting, "prior": prior}

@@ -67,7 +67,9 @@ def by_hand(options: DistillOptions, **more: Any) -> Any:
         whole = whole or first.provenance["parameters"]["removable"]
         left = first.provenance["parameters"]["removable"]
         ratio = (share * whole - (whole - left)) / left
-        *_, plan = stages(pruner, model_map, PruneOptions(ratio, unit="group", steps=options.steps, **more), text)
+        *_, plan = stages(
+            pruner, model_map, PruneOptions(ratio, unit="group", steps=options.pruning.get("steps", 1), **more), text
+        )
         model = cut(model, plan).model
     return model
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable, Iterable, Sequence
+from decimal import Decimal
 from fractions import Fraction
 from typing import Any, NamedTuple
 
@@ -29,10 +30,7 @@ def merged(operator: str, first: Thought, second: Thought) -> Thought:
 
 
 class Candidate(NamedTuple):
-    """A proposed thought and its operands.
-
-    The operands are indices of kept thoughts. Both are the same for a transform; for a leaf, both are its index.
-    """
+    """A proposed thought and its operands, indices of kept thoughts; both are the same for a transform and a leaf."""
 
     operator: str  # of `OPERATORS`
     first: int
@@ -64,24 +62,19 @@ class Expansion:
 
     def candidates(self) -> list[Candidate]:
         """Return the candidates of the next step without duplicates, grouped by operator."""
-        kept = set(self.kept)
-        candidates: dict[Thought, Candidate] = {}
-        for candidate in self._all():
-            if candidate.thought not in kept:
-                candidates.setdefault(candidate.thought, candidate)
-        return list(candidates.values())
-
-    def _all(self) -> Iterable[Candidate]:
+        kept, new = self.kept, range(self._used[self.depth % 2], len(self.kept))
         if self.depth == 0:
-            yield from (Candidate(leaf[0], index, index, leaf) for index, leaf in enumerate(self.leaves))
-            return
-        new = range(self._used[self.depth % 2], len(self.kept))
-        if self.depth % 2:
-            yield from (Candidate(op, i, i, (op, self.kept[i])) for op in TRANSFORMS for i in new)
-            return
-        for op in MERGES:
-            for j in new:
-                yield from (Candidate(op, i, j, merged(op, self.kept[i], self.kept[j])) for i in range(j + 1))
+            proposed = [Candidate(leaf[0], index, index, leaf) for index, leaf in enumerate(self.leaves)]
+        elif self.depth % 2:
+            proposed = [Candidate(op, i, i, (op, kept[i])) for op in TRANSFORMS for i in new]
+        else:
+            pairs = [(i, j) for j in new for i in range(j + 1)]
+            proposed = [Candidate(op, i, j, merged(op, kept[i], kept[j])) for op in MERGES for i, j in pairs]
+        first: dict[Thought, Candidate] = {}
+        for candidate in proposed:
+            first.setdefault(candidate.thought, candidate)
+        known = set(kept)
+        return [candidate for thought, candidate in first.items() if thought not in known]
 
     def keep(self, accepted: Iterable[Candidate]) -> None:
         """End the step and keep some of its candidates."""
@@ -254,10 +247,7 @@ def _format(thought: Thought, numbers: Sequence[Fraction]) -> tuple[str, int]:
 
 def _format_number(value: Fraction) -> tuple[str, int]:
     """Write a number as a finite decimal if possible, else as a fraction in brackets."""
-    for decimals in range(13):
-        scaled = value * 10**decimals
-        if scaled.denominator == 1:
-            digits = str(abs(scaled.numerator)).rjust(decimals + 1, "0")
-            text = f"{digits[:-decimals]}.{digits[-decimals:]}" if decimals else digits
-            return (f"-{text}", SUM) if value < 0 else (text, ATOM)
-    return f"({value.numerator}/{value.denominator})", ATOM
+    text = f"{Decimal(abs(value.numerator)) / value.denominator:f}"
+    if Fraction(text) != abs(value):
+        return f"({value.numerator}/{value.denominator})", ATOM
+    return (f"-{text}", SUM) if value < 0 else (text, ATOM)

@@ -31,6 +31,7 @@ from lmeval_prune.training.trainer import (
     training_arguments,
 )
 
+DECAY = 0.01  # of weights but norms and biases
 # curves of the plot: key in the log, and label, colour and line style
 LINES = {"loss": ("training", COLOURS[0], "-"), "eval_loss": ("validation", COLOURS[1], "-")}
 
@@ -104,8 +105,7 @@ def _trained(options: TrainOptions, split: ProblemSplit, progress: Work) -> Athe
     arguments = training_arguments(
         progress.folder, best_by is not None, best_by, num_train_epochs=options.epochs, seed=options.seed,
         per_device_train_batch_size=options.batch, per_device_eval_batch_size=32,
-        gradient_accumulation_steps=options.accumulate, learning_rate=options.encoder_rate, weight_decay=options.decay,
-        warmup_steps=options.warmup, max_grad_norm=options.clip,
+        learning_rate=options.encoder_rate, weight_decay=DECAY, warmup_steps=0.06, max_grad_norm=5.0,
         restore_callback_states_from_checkpoint=bool(options.patience),
     )  # fmt: skip
     trainer = ResumableTrainer(
@@ -120,18 +120,12 @@ def _trained(options: TrainOptions, split: ProblemSplit, progress: Work) -> Athe
         options.patience,
         compute_loss_func=task_loss,
     )
-    # AdamW with separate learning rates for encoder and head; norms and biases have no weight decay
-    decayed, groups = set(trainer.get_decay_parameter_names(model)), dict[tuple[bool, bool], list[nn.Parameter]]()
+    # AdamW with separate learning rates for encoder and head
+    decayed, groups = set(trainer.get_decay_parameter_names(model)), dict[tuple[float, float], list[nn.Parameter]]()
     for name, parameter in model.named_parameters():
-        groups.setdefault((name.startswith("encoder."), name in decayed), []).append(parameter)
-    parameters = [
-        {
-            "params": group,
-            "lr": options.encoder_rate if in_encoder else options.head_rate,
-            "weight_decay": options.decay if is_decayed else 0.0,
-        }
-        for (in_encoder, is_decayed), group in groups.items()
-    ]
+        rate = options.encoder_rate if name.startswith("encoder.") else options.head_rate
+        groups.setdefault((rate, DECAY if name in decayed else 0.0), []).append(parameter)
+    parameters = [{"params": group, "lr": rate, "weight_decay": decay} for (rate, decay), group in groups.items()]
     optimizer, settings = trainer.get_optimizer_cls_and_kwargs(arguments)
     trainer.optimizer = optimizer(parameters, **settings)
     progress.begin()

@@ -25,12 +25,12 @@ from lmeval_prune.pruners.calibration import CalibrationText
 from lmeval_prune.training.questions import Document, TrainingQuestions, question_keys
 
 SCHEMA, VERSION = "lmeval-prune/distillation", 1
-NOTE = "distillation.json"  # beside the weights of a distilled model
+NOTE = "distillation.json"
 TASK_LOSS, SOLVED_THEN_LOSS = "eval_task", "eval_solved_then_loss"  # metrics in the log that choose the best epoch
 
 
 class Note(TypedDict):
-    """Fields of `distillation.json`."""
+    """Fields of `distillation.json`, beside the weights of a distilled model."""
 
     model: str
     options: dict[str, Any]
@@ -39,7 +39,6 @@ class Note(TypedDict):
 
 
 def read_note(folder: str | Path) -> dict[str, Any]:
-    """Read the `distillation.json` of a folder; `InputError` if it is missing or damaged."""
     return read_artefact(Path(folder) / NOTE, SCHEMA, VERSION, Note)[0]
 
 
@@ -100,24 +99,19 @@ class Host(ABC):
         return configuration_digests(folder)
 
     def backbone(self, model: Any) -> Any:
-        """Return the backbone of a model."""
         return model
 
     def with_backbone(self, model: Any, backbone: Any) -> Any:
-        """Return the model with another backbone."""
         return backbone
 
     def backbone_folder(self, folder: Path) -> Path:
-        """Return the backbone's folder in a model's folder."""
         return folder
 
     @cached_property
     def tokenizer(self) -> Any:
-        """Tokenizer of the model."""
         return self.tokenizer_of(self.options.pretrained)
 
     def tokenizer_of(self, folder: str) -> Any:
-        """Read a model's tokenizer."""
         path = self.backbone_folder(Path(embedded.resolve(folder)))
         return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
 
@@ -176,10 +170,7 @@ class Host(ABC):
         return total
 
     def taught(self, examples: TrainingExamples, work: Path) -> TrainingExamples:
-        """Return examples of what the teacher answers, which one process asks once, and keeps in a file of `work`.
-
-        `InputError` if too little of it is kept.
-        """
+        """Return examples of what the teacher answers, which one process asks once, and keeps in a file of `work`."""
         raise NotImplementedError
 
     @abstractmethod
@@ -187,17 +178,14 @@ class Host(ABC):
         """Batch examples into the model's inputs, with `input_ids`, `attention_mask` and `labels`."""
 
     def calibration(self, examples: TrainingExamples, model: Any) -> CalibrationText:
-        """Draw training problems by the seed as calibration text of the pruner.
-
-        They are the problems with their targets, whatever a student learns; of prompts alone, the teacher's answers.
-        """
+        """Draw training problems with their targets, whatever is learned; of prompts alone, the teacher's answers."""
         drawn = self.drawn(examples.questions or examples.train)
         batches = [self.collate(drawn[start : start + 8]) for start in range(0, len(drawn), 8)]
         pairs = tuple((batch["input_ids"], batch["attention_mask"]) for batch in batches)
         return CalibrationText(f"{len(drawn)} training problems", pairs)
 
     def drawn(self, examples: Sequence[Any]) -> list[Any]:
-        """Draw as many examples by the seed as `calibration` says."""
+        """Draw as many examples by the seed as the pruner reads."""
         generator = torch.Generator().manual_seed(self.options.seed)
         order = torch.randperm(len(examples), generator=generator).tolist()
         return [examples[index] for index in order[: self.options.calibration]]

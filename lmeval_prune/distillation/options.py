@@ -151,8 +151,3 @@ class DistillOptions(Settings):
         """The pruner of heads and, if it is another one, of channels, with their options."""
         others: dict[str, dict[str, Any]] = {self.pruning["ffn_method"]: {}} if "ffn_method" in self.pruning else {}
         return {self.method: self.options} | others
-
-    @property
-    def steps(self) -> int:
-        """Steps of the removal within a stage."""
-        return PruneOptions(steps=self.pruning.get("steps", 1)).steps

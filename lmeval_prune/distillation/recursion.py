@@ -112,8 +112,7 @@ def check(host: Host) -> None:
     model_map = map_model(host.skeleton(options.pretrained))
     host.check()
     if removal.ratio or removal.ffn_ratio:
-        pruners = stage_pruners(options, 0)
-        removal = _resolved(removal, options, model_map, *pruners)
+        *_, removal = stage_method(options, 0, model_map)
         has_heads = HEADS in removal.kinds
         check_cuttable(model_map, has_heads)
         if has_heads and removal.unit == "head" and any(1 < x.kv_heads < x.heads for x in model_map.attention):
@@ -126,7 +125,6 @@ def check(host: Host) -> None:
 
 
 def _run_stages(host: Host, progress: Work, target: Path) -> None:
-    """Run the incomplete stages in order."""
     options, process = host.options, this_process()
     examples = host.examples()
     if not examples.validation and options.best_by == "loss":  # an ATHENA's is that of its own training
@@ -163,14 +161,8 @@ def _run_stage(
 ) -> None:
     """Cut, train and write; an interrupted stage resumes from the cut model or its last checkpoint.
 
-    Args:
-        host: the kind of model.
-        examples: what is trained on.
-        number: of the stage, from 1.
-        parent: folder or name of the model to prune.
-        note: fields of `distillation.json` after the previous stage.
-        work: path of incomplete files, without an ending.
-        folder: of the result.
+    `parent` is the folder or name of the model to prune, `note` has the fields of `distillation.json` after the
+    previous stage, and `work` is the path of incomplete files, without an ending.
     """
     options, process = host.options, this_process()
     smaller, checkpoints, scoring = (work.with_suffix(f".{name}") for name in ("cut", "training", "scoring"))
@@ -240,7 +232,7 @@ def _run_stage(
 
 
 def _content(artefact: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of an artefact without those that each written one gets again."""
+    """Return the fields of an artefact without those that it gets when it is written."""
     return {name: value for name, value in artefact.items() if name not in (*ENVELOPE, "files")}
 
 
@@ -253,11 +245,19 @@ def foreign_methods(options: DistillOptions) -> dict[str, str]:
     return {f"{name}_class": f"{import_path(kind)}, version {kind.version}" for name, kind in kinds.items()}
 
 
-def stage_pruners(options: DistillOptions, stage: int) -> tuple[Pruner, Pruner]:
-    """Make the pruners of heads and of channels in a stage; random ones draw again in each."""
-    pruners: list[Any] = [make_pruner(*method) for method in options.methods.items()]
-    seeded = [replace(x, seed=(1000 * stage + x.seed) % 2**31) if hasattr(x, "seed") else x for x in pruners]
-    return seeded[0], seeded[-1]
+def stage_method(options: DistillOptions, stage: int, unpruned: ModelMap) -> tuple[Pruner, Pruner, PruneOptions]:
+    """Make the pruners of heads and of channels in a stage, and the options of its steps from its beginning to its end.
+
+    Random pruners draw again in each stage. Units and parts are those that suit the unpruned model.
+    """
+    made: list[Any] = [make_pruner(*method) for method in options.methods.items()]
+    pruners = [replace(x, seed=(1000 * stage + x.seed) % 2**31) if hasattr(x, "seed") else x for x in made]
+    heads, channels, removal = pruners[0], pruners[-1], options.removal()
+    if removal.budget == "heads" and HEADS in removal.kinds:  # fillers would be trained again
+        removal = replace(removal, unit=removal.unit or cuttable_unit(unpruned, heads))
+    steps = PruneOptions(steps=options.pruning.get("steps", 1)).steps
+    within = replace(removal, p_min=0.0, growth=1.0, steps=steps)
+    return heads, channels, resolve_options(within, heads, unpruned, channels)
 
 
 def cut_stage(host: Host, model: Any, stage: int, examples: TrainingExamples, work: Path) -> Cut:
@@ -269,9 +269,8 @@ def cut_stage(host: Host, model: Any, stage: int, examples: TrainingExamples, wo
     model_map, removal = map_model(backbone), options.removal()
     if not removal.ratio and not removal.ffn_ratio:
         return cut(backbone, Plan())
-    (heads, channels), unpruned = stage_pruners(options, stage), map_model(host.skeleton(options.pretrained))
-    # units and parts are those that suit the unpruned model
-    within = _resolved(removal, options, unpruned, heads, channels)
+    unpruned = map_model(host.skeleton(options.pretrained))
+    heads, channels, within = stage_method(options, stage, unpruned)
     step = stage_pruning(within, removal.shares(stage), unpruned, model_map, within.allocation or heads.allocation)
     text, progress = host.calibration(examples, model), partial(print, flush=True)
     try:
@@ -282,20 +281,10 @@ def cut_stage(host: Host, model: Any, stage: int, examples: TrainingExamples, wo
     return cut(backbone, plan)
 
 
-def _resolved(
-    removal: PruneOptions, options: DistillOptions, model_map: ModelMap, heads: Pruner, channels: Pruner
-) -> PruneOptions:
-    """Return the options of the steps of one stage, which go evenly from its beginning to its end."""
-    if removal.budget == "heads" and HEADS in removal.kinds:  # fillers would be trained again
-        removal = replace(removal, unit=removal.unit or cuttable_unit(model_map, heads))
-    within = replace(removal, p_min=0.0, growth=1.0, steps=options.steps)
-    return resolve_options(within, heads, model_map, channels)
-
-
 def stage_pruning(
     within: PruneOptions, shares: tuple[float, float], unpruned: ModelMap, model_map: ModelMap, allocation: str
 ) -> PruneOptions:
-    """Return the options of one stage, which removes from its model what `shares` of the unpruned model leave to do."""
+    """Return the options of a stage, which removes from its model what `shares` of the unpruned model leave to do."""
     if within.budget != "heads":
         budget = Budget(within.kinds, within.ratio, allocation, within)
         before, left = (sum(pool.total for pool in unit_pools(each, budget)) for each in (unpruned, model_map))

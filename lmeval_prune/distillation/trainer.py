@@ -226,16 +226,12 @@ def solved_then_loss(solved: float, loss: float, problems: int) -> float:
     return (solved + 1 / (2 + loss)) / problems  # the loss adds less than one problem
 
 
-# Arguments of transformers that follow from options of `distill`, have no effect here, or break the loss, the order of
-# problems or resuming.
+# Arguments of transformers that have no effect here, or break the loss, the order of problems or resuming.
 UNSUITABLE_ARGUMENTS = {
-    *("output_dir", "num_train_epochs", "per_device_train_batch_size", "learning_rate", "seed", "eval_strategy"),
-    *("save_strategy", "logging_strategy", "eval_steps", "logging_steps", "load_best_model_at_end"),
-    *("metric_for_best_model", "greater_is_better", "remove_unused_columns", "accelerator_config", "max_steps"),
-    *("save_only_model", "ignore_data_skip", "label_smoothing_factor", "group_by_length", "train_sampling_strategy"),
-    *("length_column_name", "label_names", "prediction_loss_only", "neftune_noise_alpha", "auto_find_batch_size"),
-    *("average_tokens_across_devices", "data_seed", "use_liger_kernel", "resume_from_checkpoint"),
-    "restore_callback_states_from_checkpoint",
+    *("accelerator_config", "max_steps", "save_only_model", "ignore_data_skip", "label_smoothing_factor"),
+    *("group_by_length", "train_sampling_strategy", "length_column_name", "label_names", "prediction_loss_only"),
+    *("neftune_noise_alpha", "auto_find_batch_size", "average_tokens_across_devices", "data_seed"),
+    *("use_liger_kernel", "resume_from_checkpoint", "restore_callback_states_from_checkpoint"),
     # they upload the states of an unfinished training, and their values, a token too, would stand in the results
     *(field.name for field in fields(TrainingArguments) if field.name.startswith(("hub_", "push_to_hub"))),
 }

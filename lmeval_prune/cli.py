@@ -103,7 +103,6 @@ def _run(name: str, words: Sequence[str]) -> int:
 
 
 def overview() -> str:
-    """List all commands with their summaries."""
     width = max(map(len, COMMANDS)) + 2
     lines = [f"  {name:{width}}{summary(resolve_name(target)).rstrip('.')}" for name, target in COMMANDS.items()]
     return "\n".join(["usage: lmeval-prune COMMAND [options]; COMMAND --help shows its options", "", *lines])

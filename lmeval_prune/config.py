@@ -148,7 +148,6 @@ class Use(NamedTuple):
 
 
 def differs_from_default(settings: Any, name: str) -> bool:
-    """Return whether a setting has another value than its default."""
     field = next(field for field in fields(settings) if field.name == name)
     default = field.default if field.default_factory is MISSING else field.default_factory()
     return bool(getattr(settings, name) != default)
@@ -172,7 +171,6 @@ class Settings:
 
     @classmethod
     def message_prefix(cls) -> str:
-        """Return what messages write before a field's name, e.g. `METHOD.`."""
         return ""
 
     def __post_init__(self) -> None:
@@ -190,7 +188,6 @@ class Settings:
 
     @classmethod
     def setting_names(cls) -> list[str]:
-        """Return the names of the fields that users can set."""
         return [field.name for field in fields(cls) if field.init and not field.kw_only]
 
     @classmethod
@@ -252,7 +249,6 @@ def declared(function: Any) -> command:
 
 
 def summary(function: Callable[..., Any]) -> str:
-    """Return the first line of a command's docstring."""
     return (function.__doc__ or "").partition("\n")[0]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterator, Mapping, MutableMapping
+from collections.abc import Collection, Iterator, Mapping
 from functools import cached_property
 from importlib.metadata import entry_points
 from pkgutil import resolve_name
@@ -14,7 +14,7 @@ from lmeval_prune.errors import InputError, did_you_mean
 logger = logging.getLogger(__name__)
 
 
-class Registry(MutableMapping[str, str]):
+class Registry(Mapping[str, str]):
     """Import paths, `MODULE:CLASS`, by name; a class is imported at first use.
 
     An installed package adds a class by an entry point of the registry's group, and a program by `registry[name] =
@@ -28,7 +28,7 @@ class Registry(MutableMapping[str, str]):
     """
 
     def __init__(self, group: str, setting: str, own: Mapping[str, str]) -> None:
-        self.group, self.setting, self.own = group, setting, dict(own)
+        self.group, self.setting, self.own = group, setting, own
         self._added: dict[str, str] = {}
         self._reserved: set[str] = set()
 
@@ -55,7 +55,8 @@ class Registry(MutableMapping[str, str]):
 
     @property
     def _paths(self) -> dict[str, str]:
-        return self.own | {name: next(iter(packages)) for name, packages in self._declared.items()} | self._added
+        declared = {name: next(iter(packages)) for name, packages in self._declared.items()}
+        return {**self.own, **declared, **self._added}
 
     def __getitem__(self, name: str) -> str:
         return self._paths[name]
@@ -64,9 +65,6 @@ class Registry(MutableMapping[str, str]):
         if not self._can_be_taken(name):
             raise InputError(f"{self.setting} {name!r} is taken, or no name like my_method; give {target} another name")
         self._added[name] = target if isinstance(target, str) else import_path(target)
-
-    def __delitem__(self, name: str) -> None:
-        del self._added[name]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._paths)
@@ -85,17 +83,14 @@ class Registry(MutableMapping[str, str]):
         return resolve_name(self[name])
 
     def name_of(self, kind: type, default: str) -> str:
-        """Return the name of a class, or `default` if the registry lacks it."""
         return next((name for name, path in self._paths.items() if path == import_path(kind)), default)
 
 
 def import_path(kind: type) -> str:
-    """Return the import path of a class, `MODULE:CLASS`."""
     return f"{kind.__module__}:{kind.__qualname__}"
 
 
 def is_own(kind: type) -> bool:
-    """Return whether a class is defined in this package."""
     return kind.__module__.partition(".")[0] == __name__.partition(".")[0]
 
 

@@ -87,7 +87,6 @@ def write(
 
 
 def head_state(model: Athena) -> dict[str, Tensor]:
-    """Return the weights of the head part, that is of all but the encoder."""
     state = model.state_dict()
     return {name: tensor.contiguous() for name, tensor in state.items() if not name.startswith("encoder.")}
 
@@ -101,7 +100,6 @@ def describe(folder: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def read_settings(folder: str | os.PathLike[str]) -> AthenaSettings:
-    """Read the settings in `athena.json`; `InputError` if one is unknown or out of range."""
     return AthenaSettings.from_dict(describe(folder)["settings"], str(Path(folder) / SETTINGS))
 
 

@@ -168,7 +168,6 @@ class Athena(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Device of the weights."""
         return self.reason.score.weight.device
 
     def read(self, inputs: Mapping[str, Tensor], **settings: Any) -> tuple[Thinking, Any]:

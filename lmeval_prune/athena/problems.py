@@ -80,7 +80,6 @@ class Problem:
         return cls(tuple(pieces), tuple(values[-1] for values in numbers))
 
     def masked(self, mask: str) -> str:
-        """Return the lower-cased text with a mask token in place of each number."""
         return mask.join(piece.replace(mask, " ").lower() for piece in self.pieces)
 
 
@@ -128,7 +127,6 @@ class GroundedProblem:
             return None
 
     def steps(self, constants: Sequence[str]) -> int:
-        """Return the number of steps that reach the equation."""
         leaves = [*(("num", i) for i in range(len(self.problem.numbers))), *(("con", value) for value in constants)]
         return len(labelled_steps(leaves, *self.equation))
 
@@ -173,12 +171,10 @@ class ProblemSplit:
 
     @property
     def digest(self) -> str:
-        """Digest of the documents of the training and validation problems."""
         return documents_digest(*([item.document for item in part] for part in (self.train, self.validation)))
 
     @property
     def questions(self) -> TrainingQuestions:
-        """Digests of the training and validation questions."""
         return TrainingQuestions(
             *(question_keys(item.document for item in part) for part in (self.train, self.validation))
         )

@@ -24,7 +24,6 @@ SUM, PRODUCT, POWER, ATOM = range(4)  # precedence of an expression
 
 
 def merged(operator: str, first: Thought, second: Thought) -> Thought:
-    """Return the sum (`add`) or product (`mul`) of two thoughts."""
     parts = (thought[1:] if thought[0] == operator else (thought,) for thought in (first, second))
     return (operator, *sorted(part for terms in parts for part in terms))
 
@@ -57,7 +56,6 @@ class Expansion:
 
     @property
     def ended(self) -> bool:
-        """Whether the next step has no new operands."""
         return self.depth > 0 and self._used[self.depth % 2] == len(self.kept)
 
     def candidates(self) -> list[Candidate]:
@@ -77,7 +75,6 @@ class Expansion:
         return [candidate for thought, candidate in first.items() if thought not in known]
 
     def keep(self, accepted: Iterable[Candidate]) -> None:
-        """End the step and keep some of its candidates."""
         self._used[self.depth % 2] = len(self.kept)
         self.kept += [candidate.thought for candidate in accepted]
         self.depth += 1

@@ -23,7 +23,6 @@ from lmeval_prune.checkpoints.loading import checkpoint_identity, configuration_
 from lmeval_prune.reporting.plot_style import COLOURS
 from lmeval_prune.training.trainer import (
     ACCURACY,
-    Progress,
     ResumableTrainer,
     digests,
     draw,
@@ -45,7 +44,6 @@ def task_loss(outputs: AthenaOutput, labels: Tensor, num_items_in_batch: Tensor 
 
 
 def count_solved(model: Athena, problems: Sequence[GroundedProblem]) -> int:
-    """Return how many problems a model solves; the model stays in evaluation mode."""
     texts = answers(model.eval(), [grounded.problem for grounded in problems])
     return sum(grounded.is_solved_by(text) for grounded, text in zip(problems, texts, strict=True))
 
@@ -116,7 +114,6 @@ def _trained(options: TrainOptions, split: ProblemSplit, progress: Work) -> Athe
         validation,
         [len(example.problem.ids) for example in train],
         lambda: {ACCURACY: count_solved(model, split.validation) / len(split.validation)},
-        Progress(),
         options.patience,
         compute_loss_func=task_loss,
     )

@@ -99,7 +99,6 @@ class AthenaHost(Host):
 
     @cached_property
     def split(self) -> ProblemSplit:
-        """Training and validation problems."""
         return ProblemSplit.load(self.split_options)
 
     @override

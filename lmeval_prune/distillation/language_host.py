@@ -201,7 +201,6 @@ class LanguageHost(Host):
         return Rows(drawn[: options.limit], test_rows, names.replace("+", ", "), repeated)
 
     def prompt(self, row: Mapping[str, Any]) -> str:
-        """Return lm-eval's prompt of a document."""
         return prompt_of(self.task, row, self.tokenizer if self.options.chat else None)
 
     @cached_property
@@ -298,7 +297,6 @@ class LanguageHost(Host):
 
     @cached_property
     def answerer(self) -> Answerer:
-        """Asks models the training problems."""
         options = self.options
         task = self.task if options.task and self.task.get_config("output_type") == "generate_until" else None
         sampling: dict[str, Any] = {"max_gen_toks": options.max_gen_toks, "seed": options.seed}

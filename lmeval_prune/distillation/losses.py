@@ -122,7 +122,6 @@ class Features:
         turn_off_map_dropout(student)
 
     def term(self, target: Any, outputs: Any, real: Tensor) -> Tensor:
-        """Return the feature term, summed over real positions, from the outputs of teacher and student."""
         expected = [target.attentions[number] for number in self.teacher_numbers]
         return attention_distance(expected, outputs.attentions, self.heads, real, self.relative)
 

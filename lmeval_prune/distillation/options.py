@@ -122,17 +122,14 @@ class DistillOptions(Settings):
 
     @property
     def asks_teacher(self) -> bool:
-        """Whether the teacher answers training problems or prompts."""
         return self.train_on == "teacher" or self.prompts is not None
 
     @property
     def uses_teacher(self) -> bool:
-        """Whether the loss has a term that needs a teacher."""
         return self.distill_weight > 0 and bool(self.terms)
 
     @property
     def uses_attention_maps(self) -> bool:
-        """Whether the loss compares the attention maps of student and teacher (the feature term)."""
         return self.distill_weight > 0 and "feature" in self.terms
 
     @property
@@ -148,6 +145,5 @@ class DistillOptions(Settings):
 
     @property
     def methods(self) -> dict[str, dict[str, Any]]:
-        """The pruner of heads and, if it is another one, of channels, with their options."""
         others: dict[str, dict[str, Any]] = {self.pruning["ffn_method"]: {}} if "ffn_method" in self.pruning else {}
         return {self.method: self.options} | others

@@ -178,6 +178,8 @@ def _run_stage(
     cuts, student = manifest["stages"], host.read(str(smaller))
     training: dict[str, Any] = {"best_epoch": 0, "log": []}
     if options.epochs:
+        if process.is_main_process:
+            print(f"stage {number} of {options.stages}: training", flush=True)
         name = {PREVIOUS: parent, FIRST: options.pretrained}.get(options.teacher, options.teacher)
         teacher = host.read(name) if options.uses_teacher else None
         if options.other_teacher:

@@ -20,7 +20,7 @@ from lmeval_prune.distillation.losses import Features, LayerMap
 from lmeval_prune.distillation.options import DistillOptions
 from lmeval_prune.errors import InputError
 from lmeval_prune.interventions.attention_call import eager_attention
-from lmeval_prune.training.trainer import ACCURACY, Progress, ResumableTrainer, training_arguments
+from lmeval_prune.training.trainer import ACCURACY, ResumableTrainer, training_arguments
 
 TERMS = ("response", "feature", "task")
 
@@ -36,7 +36,6 @@ class Student(nn.Module):
         self.gradient_checkpointing_enable = backbone.gradient_checkpointing_enable
 
     def forward(self, labels: Tensor | None = None, **inputs: Any) -> Any:
-        """Return the model's outputs; only the loss uses the labels."""
         return self.model(**inputs)
 
     def state_dict(self, *args: Any, **settings: Any) -> Any:
@@ -71,7 +70,6 @@ class PaddedOrder(Sampler[int]):
 
 
 def padded(examples: Sequence[Any], batch: int) -> list[Any]:
-    """Pad examples with None to full batches of all processes."""
     return [*examples, *[None] * (-len(examples) % batch)]
 
 
@@ -111,7 +109,6 @@ class DistillTrainer(ResumableTrainer):
             padded(examples.validation, arguments.eval_batch_size * arguments.world_size),
             examples.lengths,
             self.validation_metrics,
-            Progress(f"stage {stage} of {options.stages}, ", options.stages - stage),
         )
         if teacher is not None:
             self.teacher = teacher.to(self.args.device).eval().requires_grad_(False)

@@ -138,7 +138,6 @@ class FitOptions(ContrastiveOptions):
     seed: Seed = 0
 
     def method(self) -> Any:
-        """Create the router's method."""
         own = fields(ContrastiveOptions) if self.router == CONTRASTIVE else ()
         settings = {option.name: getattr(self, option.name) for option in own}
         return ROUTERS.load(self.router).from_dict({**settings, **self.options}, f"router {self.router}")

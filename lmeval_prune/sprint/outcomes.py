@@ -138,12 +138,10 @@ class Outcomes:
         return [row["question"] for row in self.questions]
 
     def rows(self, indices: Sequence[int] | np.ndarray) -> Outcomes:
-        """Select questions."""
         questions = [self.questions[i] for i in indices] if self.questions else []
         return replace(self, questions=questions, **self._select(np.asarray(indices, int)))
 
     def columns(self, names: Sequence[str]) -> Outcomes:
-        """Select columns in the given order."""
         index = {name: i for i, name in enumerate(self.pool)}
         return replace(self, pool=list(names), **self._select((slice(None), [index[name] for name in names])))
 
@@ -242,7 +240,6 @@ class OutcomeStore:
         write_table(self.questions_file, pa.Table.from_pylist([rows[key] for key in sorted(rows)], _QUESTIONS))
 
     def add(self, cells: Iterable[dict[str, Any]]) -> None:
-        """Write outcomes; they replace those of the same cells."""
         rows = {(key_of(row), row["attempt"]): row for row in [*self._cells(*_CELLS.names).to_pylist(), *cells]}
         rank = {attempt: i for i, attempt in enumerate(attempt_order(attempt for _, attempt in rows))}
         ordered = [rows[key] for key in sorted(rows, key=lambda key: (key[0], rank[key[1]]))]

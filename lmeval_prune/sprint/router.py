@@ -204,7 +204,6 @@ def fit(outcomes: Outcomes, encoder: str, options: FitOptions | None = None) -> 
 
 
 def number_questions(texts: Sequence[str]) -> list[int]:
-    """Number the questions; equal texts have the same number."""
     numbers: dict[str, int] = {}
     return [numbers.setdefault(text, len(numbers)) for text in texts]
 
@@ -290,14 +289,11 @@ class Policy:
 
 
 def nearest(router: Router) -> Policy:
-    """Order by a fitted router."""
     identity = {"policy": "router", "router_sha256": router.sha256, "encoder": router.encoder}
     return Policy(router.pool, identity, router.order)
 
 
 def random_order(pool: list[str], seed: int = 0, name: str = "random") -> Policy:
-    """Order at random by seed and question."""
-
     def order(questions: Sequence[str]) -> list[list[str]]:
         return [random.Random(digest([seed, question])).sample(pool, len(pool)) for question in questions]
 

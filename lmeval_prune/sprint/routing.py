@@ -87,11 +87,9 @@ class Routing(HeadRouter):
 
     @property
     def pool(self) -> Sequence[str]:
-        """Return the names of the heads that the policy orders."""
         return self.policy.pool
 
     def prepare(self, requests: Sequence[Any], lm: Any) -> None:
-        """Order the pool for the questions of these requests."""
         for request in requests:
             if request.repeats > len(self.pool):
                 raise InputError(
@@ -113,7 +111,6 @@ class Routing(HeadRouter):
             self.orders |= zip(questions, self.policy.order(questions), strict=True)
 
     def order(self, request: Any) -> Sequence[str]:
-        """Return the pool in the order of the tries at the request's question."""
         return self.orders[self._question(request)]
 
     def _question(self, request: Any) -> str:

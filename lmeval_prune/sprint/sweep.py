@@ -45,7 +45,6 @@ class SweepPool(FixedOrderRouter):
         self.heads = heads
 
     def fit_to(self, model_map: ModelMap, weights: str | None, interventions: list[Any]) -> None:
-        """Look the heads up in the model; see the base class."""
         self.pool = attempt_order([DENSE, *map(str, Head.parse(self.heads, model_map))])
         super().fit_to(model_map, weights, interventions)
 

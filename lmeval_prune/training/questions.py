@@ -20,12 +20,10 @@ _WORD = re.compile(f"[{_UNSPACED}]|[^\\W{_UNSPACED}]+")
 
 
 def question_key(document: Document, field: str = "question") -> str:
-    """Return a digest of a document's question, which identifies it in other splits and runs."""
     return digest(document[field])
 
 
 def question_keys(documents: Iterable[Document]) -> frozenset[str]:
-    """Return the digests of the documents' questions."""
     return frozenset(question_key(document) for document in documents)
 
 
@@ -35,7 +33,6 @@ def documents_digest(*parts: Sequence[Document]) -> str:
 
 
 def other_folds(data: str, test: str | None) -> list[str]:
-    """Return the folds of a data set other than the test fold."""
     from lmeval_prune.tasks.data import DATA
 
     return [name for name in DATA[data].splits if name.startswith("fold") and name != test]
@@ -55,7 +52,6 @@ def drop_test_questions(rows: Iterable[Document], test: Iterable[Document], test
 
 
 def normalised_question(question: object) -> str:
-    """Return a question in lower case with single spaces."""
     return " ".join(str(question).lower().split())
 
 

@@ -7,7 +7,6 @@ import logging
 import random
 import shutil
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any
 
 import torch
 from torch.utils.data import Sampler
-from transformers import EarlyStoppingCallback, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
+from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, TrainingArguments
 from typing_extensions import TypedDict
 
 from lmeval_prune.architectures.names import compact_names
@@ -70,7 +69,6 @@ class BatchesByLength(Sampler[int]):
         self.lengths, self.batch, self.seed, self.epoch = lengths, batch, seed, 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the order of an epoch."""
         self.epoch = epoch
 
     def __len__(self) -> int:
@@ -87,55 +85,20 @@ class BatchesByLength(Sampler[int]):
         yield from (index for batch in [*batches, last] for index in batch)
 
 
-class Progress(TrainerCallback):
-    """Prints losses and remaining time at each log; ends a training whose weights are NaN or infinite.
+class StopDiverged(TrainerCallback):
+    """Ends a training whose weights are NaN or infinite, which no step makes numbers again.
 
-    Such weights, which no step makes numbers again, are neither validated nor kept as a checkpoint.
-
-    Args:
-        name: prefix of each line.
-        following: number of trainings of the same length that follow.
+    Such weights are neither validated nor kept as a checkpoint.
     """
 
-    def __init__(self, name: str = "", following: int = 0) -> None:
-        self.name, self.following, self.has_diverged = name, following, False
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-        """Start the clock."""
-        self.start, self.first_step = time.monotonic(), state.global_step
-        if self.first_step:
-            self._print(f"{self.name}resumes after epoch {state.epoch:.2f}", state)
-
-    def on_epoch_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-        """Start the clock of an epoch."""
-        self.clock = time.monotonic()
+    has_diverged = False
 
     def on_log(self, args: Any, state: Any, control: Any, model: Any = None, **others: Any) -> None:
-        """Print the latest row of the log, and look at the weights."""
-        row, clock = state.log_history[-1], time.monotonic()
-        if "loss" in row:
-            row["seconds"], self.clock = round(clock - self.clock, 1), clock
-            per_step = (clock - self.start) / max(1, state.global_step - self.first_step)
-            left = per_step * (state.max_steps * (1 + self.following) - state.global_step) / 60
-            position = f"{self.name}epoch {state.epoch:.2f} of {args.num_train_epochs:.0f}"
-            losses = _shown(row, ("loss", "response", "feature", "task"))
-            self._print(f"{position}: {losses}, {row['seconds']:.0f} s; at most about {left:.1f} min left", state)
-        elif "eval_loss" in row:
-            self.clock = clock  # validation is no part of the next row
-            self._print(f"  validation: {_shown(row, (ACCURACY, 'eval_task', 'eval_loss'))}", state)
         if not self.has_diverged and not _has_finite_weights(model):  # transformers logs again at the end
             self.has_diverged = True
             control.should_training_stop, control.should_evaluate, control.should_save = True, False, False
-            if state.best_global_step:
-                self._print("the training has diverged: the best weights before are kept", state)
-
-    def _print(self, text: str, state: Any) -> None:
-        if state.is_world_process_zero:
-            print(text, flush=True)
-
-
-def _shown(row: Mapping[str, Any], names: Sequence[str]) -> str:
-    return ", ".join(f"{name.removeprefix('eval_')} {row[name]:.4f}" for name in names if name in row)
+            if state.best_global_step and state.is_world_process_zero:
+                print("the training has diverged: the best weights before are kept", flush=True)
 
 
 def _has_finite_weights(model: Any) -> bool:
@@ -149,7 +112,6 @@ class ResumableTrainer(Trainer):
         model, arguments, collator, train, validation: as of transformers' Trainer.
         lengths: numbers of tokens of the training examples.
         score: returns further validation metrics, by their names in the log.
-        progress: what is printed.
         patience: validations without improvement before training stops; 0: never.
         settings: further arguments of transformers' Trainer.
     """
@@ -163,7 +125,6 @@ class ResumableTrainer(Trainer):
         validation: Sequence[Any],
         lengths: Sequence[int],
         score: Callable[[], dict[str, float]],
-        progress: Progress,
         patience: int = 0,
         **settings: Any,
     ) -> None:
@@ -174,13 +135,11 @@ class ResumableTrainer(Trainer):
             collator,
             train_dataset=list(train),
             eval_dataset=list(validation) or None,
-            callbacks=[progress, *([EarlyStoppingCallback(patience)] if patience else [])],
+            callbacks=[StopDiverged(), *([EarlyStoppingCallback(patience)] if patience else [])],
             **settings,
         )
-        self.remove_callback(PrinterCallback)
 
     def evaluation_loop(self, *args: Any, **settings: Any) -> Any:
-        """Evaluate a split, and add the score to the metrics."""
         output = super().evaluation_loop(*args, **settings)
         return output._replace(metrics={**(output.metrics or {}), **self.score()})
 

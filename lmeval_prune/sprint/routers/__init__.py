@@ -30,12 +30,10 @@ class Ranker(Settings, ABC):
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """Return the fields that are tensors."""
         return {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Return the other fields, as JSON."""
         return {name: value for name, value in vars(self).items() if not isinstance(value, Tensor)}
 
 

@@ -101,7 +101,6 @@ class Contrastive(ContrastiveOptions, RouterMethod):
     ranker: ClassVar = NearestHeads
 
     def candidates(self, examples: Examples) -> Iterator[Candidate]:
-        """Fit each p and λ; see the base class."""
         for size, weight in product(self.sizes, self.weights):
             theta, heads, curve = self._optimise(examples, size, weight)
             loss = min(epoch["validation"] for epoch in curve)

@@ -77,7 +77,6 @@ def standardisation(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def unit(vectors: Tensor) -> Tensor:
-    """Scale vectors (…, width) to length 1; zeros stay."""
     return vectors / vectors.norm(dim=-1, keepdim=True).clamp(min=1e-12)
 
 
@@ -104,7 +103,6 @@ class Knn(RouterMethod):
     prior: Annotated[tuple[Positive, ...], MinLen(1)] = (1.0, 20.0)
 
     def candidates(self, examples: Examples) -> Iterator[Candidate]:
-        """Combine all values of k, weighting and prior; see the base class."""
         mean, scale = standardisation(examples.x)
         vectors, z = unit((examples.x.double() - mean) / scale), examples.z.double()
         rates = (z == 1).double().sum(0) / (~z.isnan()).double().sum(0).clamp(min=1)

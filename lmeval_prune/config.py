@@ -224,19 +224,12 @@ def resolve_device(name: str | None) -> Any:
 
 @dataclass(frozen=True)
 class command:  # noqa: N801
-    """Decorator of a command's function: what the command is beside its options.
+    """Decorator of a command's function: what the command is beside its options."""
 
-    Attributes:
-        first: option whose value is the command's first word; of a tuple, all first words.
-        word: name of the first word in the usage; empty: the option's.
-        takes_tasks: it takes lm-eval's tasks, and so `--include_path`, which `cli.main` reads.
-        resumes: the same command resumes an interrupted one in its `output`.
-    """
-
-    first: str = ""
-    word: str = ""
-    takes_tasks: bool = False
-    resumes: bool = False
+    first: str = ""  # option whose value is the command's first word; of a tuple, all first words
+    word: str = ""  # name of the first word in the usage; empty: the option's
+    takes_tasks: bool = False  # of lm-eval, and so `--include_path`, which `cli.main` reads
+    resumes: bool = False  # the same command resumes an interrupted one in its `output`
 
     def __call__(self, function: Any) -> Any:
         function.declared = self
@@ -337,14 +330,10 @@ def command_parser(name: str, function: Callable[..., int]) -> Parser:
 
 
 class Parser(ArgumentParser):
-    """The options of a command, with their help.
-
-    Attributes:
-        types: their annotations by name.
-    """
+    """The options of a command, with their help."""
 
     def __init__(self, **settings: Any) -> None:
-        self.types: dict[str, Any] = {}
+        self.types: dict[str, Any] = {}  # annotations by name
         super().__init__(**settings, formatter_class=argparse.HelpFormatter)
 
     def add_argument(self, *names: str, **settings: Any) -> Any:

@@ -18,13 +18,8 @@ class Registry(Mapping[str, str]):
     """Import paths, `MODULE:CLASS`, by name; a class is imported at first use.
 
     An installed package adds a class by an entry point of the registry's group, and a program by `registry[name] =
-    CLASS`, or its import path. Names of this package and reserved ones cannot be taken: such an entry point is left
-    out, with a warning.
-
-    Args:
-        group: group of the entry points.
-        setting: the setting that takes these names, for messages.
-        own: import paths of this package's classes by name.
+    CLASS`, or its import path. Names of this package (`own`) and reserved ones cannot be taken: such an entry point is
+    left out, with a warning. Messages name the `setting` that takes these names.
     """
 
     def __init__(self, group: str, setting: str, own: Mapping[str, str]) -> None:

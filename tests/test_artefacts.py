@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import gc
 import json
 import math
 import os
@@ -209,12 +208,6 @@ def test_a_file_system_without_locks_is_written(
     (record,) = caplog.records
     assert "the file system has no locks" in record.getMessage()
     assert here(tmp_path) == ["a.json", "b", "c", "s"] and here(tmp_path / "s") == ["answers.json", "rank-0.jsonl"]
-
-
-def test_a_store_that_nobody_has_any_more_leaves_no_lock(tmp_path: Path) -> None:
-    AnswerStore(tmp_path).add("key", "text", {})
-    gc.collect()
-    assert here(tmp_path) == ["answers.json", "rank-0.jsonl"]
 
 
 # --------------------------------------------------------------------------- what a kill leaves

@@ -125,15 +125,6 @@ def run_as_rank(words: list[str], cwd: Path) -> int:
         return main(["run", *words])
 
 
-@pytest.mark.long
-def test_run_needs_no_bridge(tiny_folder: Path, tmp_path: Path) -> None:
-    """In a process of its own, which registers this package's model, task and scorers by itself."""
-    model = f"pretrained={tiny_folder},heads=L0H1,dtype=float64"
-    words = ["--model", "pruned-hf", "--model_args", model, "--tasks", "prune_tiny_words", "--limit", "1"]
-    done = call("-m", "lmeval_prune", "run", "run", *words, cwd=tmp_path, LMEVAL_PRUNE_NO_BRIDGE="1")
-    assert done.returncode == 0 and "exact_match" in done.stdout, done.stderr[-2000:]
-
-
 def test_two_ranks_on_cpu_share_the_work_and_give_the_same_metrics(tiny_folder: Path, tmp_path: Path) -> None:
     """By `lmeval_prune run`, which needs no bridge."""
     (tmp_path / "single").mkdir()

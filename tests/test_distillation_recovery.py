@@ -16,7 +16,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from lmeval_prune import InputError, load_pretrained, map_model
 from lmeval_prune.checkpoints.pruned import kept_layers
 from lmeval_prune.cli import main
-from lmeval_prune.distillation import language_host, recursion
+from lmeval_prune.distillation import language_host
 from lmeval_prune.distillation.losses import LayerMap
 from lmeval_prune.distillation.options import DistillOptions
 from lmeval_prune.distillation.recursion import distill, make_host
@@ -27,8 +27,7 @@ from lmeval_prune.pruners.calibration import encode, encode_continuation
 from lmeval_prune.surgery.cut import cut_to
 from lmeval_prune.training.questions import QuestionSearch, split_by_question
 from tests.athena_hosts import language_options
-from tests.kills import Killed
-from tests.test_distillation import killed_at, losses
+from tests.test_distillation import losses
 from tests.test_own_answers import task_file
 from tests.tiny_models import tiny
 
@@ -172,30 +171,16 @@ def test_problems_that_ask_the_same_are_on_one_side(options: DistillOptions, tmp
     assert (len(examples.train), len(examples.validation)) == (16, 4)
 
 
-@pytest.mark.parametrize("ends", [False, True], ids=["killed", "complete"])
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"doc_to_text": "Now: {{question}}"},
-        {"target_delimiter": "\n"},
-    ],
-)
-def test_the_file_of_a_task_may_not_change(
-    options: DistillOptions, tmp_path: Path, changes: dict[str, Any], ends: bool
-) -> None:
-    """Neither within a distillation nor after it; what nothing of it is learned from may."""
+def test_the_file_of_a_task_may_not_change(options: DistillOptions, tmp_path: Path) -> None:
+    """Of a distillation that is complete; what nothing is learned from may."""
     path = Path(sums_with_a_test(tmp_path / "own"))
     own = replace(options, task=str(path), test=None, epochs=0)
-    with pytest.MonkeyPatch.context() as patch:
-        killed_at(patch, recursion, "cut", 1)
-        with pytest.raises(Killed):
-            distill(own)
-    if ends:
-        distill(own)
+    distill(own)
     before = json.loads(path.read_text())
-    path.write_text(json.dumps(before | changes))
-    with pytest.raises(InputError, match=r"student\S* was made with task_prompts="):
-        distill(own)
+    for changes in ({"doc_to_text": "Now: {{question}}"}, {"target_delimiter": "\n"}):
+        path.write_text(json.dumps(before | changes))
+        with pytest.raises(InputError, match=r"student\S* was made with task_prompts="):
+            distill(own)
     path.write_text(json.dumps(before | {"metadata": {"version": 2}}))
     assert len(distill(own)["stages"]) == 1
 

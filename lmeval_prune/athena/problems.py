@@ -43,14 +43,9 @@ _NUMBER = re.compile(
 
 @dataclass(frozen=True)
 class Problem:
-    """A word problem, split into text and numbers.
+    """A word problem, split into text and numbers."""
 
-    Attributes:
-        pieces: the text before, between and after the numbers.
-        numbers: values of the numbers.
-    """
-
-    pieces: tuple[str, ...]
+    pieces: tuple[str, ...]  # the text before, between and after the numbers
     numbers: tuple[Fraction, ...]
 
     @classmethod

@@ -42,16 +42,12 @@ class Expansion:
 
     Step 0 proposes the leaves: the problem's numbers, then the constants. Odd steps transform, even steps merge. A
     candidate has at least one operand that was kept since the last step of its kind, and is never a kept thought.
-
-    Attributes:
-        kept: kept thoughts in order.
-        depth: index of the next step.
     """
 
     def __init__(self, leaves: Sequence[Thought]) -> None:
         self.leaves = list(leaves)
-        self.kept: list[Thought] = []
-        self.depth = 0
+        self.kept: list[Thought] = []  # in order
+        self.depth = 0  # of the next step
         self._used = [0, 0]  # number of kept thoughts at the last merge and at the last transform
 
     @property

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Sequence
-from functools import cache, partial
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from torch import Tensor, cat, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
-from transformers import set_seed
+from transformers import EarlyStoppingCallback, set_seed
 
 from lmeval_prune.architectures import weights_fingerprint
 from lmeval_prune.artefacts import Work, check_same, digest, output_lock
@@ -24,7 +24,6 @@ from lmeval_prune.reporting.plot_style import COLOURS
 from lmeval_prune.training.trainer import (
     ACCURACY,
     ResumableTrainer,
-    digests,
     draw,
     result_settings,
     training_arguments,
@@ -56,22 +55,17 @@ def train(options: TrainOptions) -> Athena:
     """
     target = Path(options.output)
     work = target.with_name(f"{target.name}.training")
-    settings, split = result_settings(options), cache(lambda: ProblemSplit.load(options))
-    sources: dict[str, Callable[[], str]] = {
-        "encoder_checkpoint": lambda: digest(
-            [checkpoint_identity(options.encoder), configuration_digests(options.encoder)]
-        ),
-        "problems": lambda: split().digest,
+    settings, split = result_settings(options), ProblemSplit.load(options)
+    contents = {
+        "encoder_checkpoint": digest([checkpoint_identity(options.encoder), configuration_digests(options.encoder)]),
+        "problems": split.digest,
     }
     if target.exists():
         about = checkpoint.describe(target)
-        before = about.get("contents", {})
-        check_same({**about.get("options", {}), **before}, settings | digests(sources, before), target)
+        check_same({**about.get("options", {}), **about.get("contents", {})}, settings | contents, target)
     else:
         with output_lock(target):
-            contents = digests(sources)
-            progress = Work(work, settings | contents)
-            model = _trained(options, split(), progress)
+            model = _trained(options, split, Work(work, settings | contents))
             model.about |= {"options": settings, "contents": contents}
             checkpoint.write(model, target)
     shutil.rmtree(work, ignore_errors=True)
@@ -114,9 +108,10 @@ def _trained(options: TrainOptions, split: ProblemSplit, progress: Work) -> Athe
         validation,
         [len(example.problem.ids) for example in train],
         lambda: {ACCURACY: count_solved(model, split.validation) / len(split.validation)},
-        options.patience,
         compute_loss_func=task_loss,
     )
+    if options.patience:
+        trainer.add_callback(EarlyStoppingCallback(options.patience))
     # AdamW with separate learning rates for encoder and head
     decayed, groups = set(trainer.get_decay_parameter_names(model)), dict[tuple[float, float], list[nn.Parameter]]()
     for name, parameter in model.named_parameters():

@@ -12,7 +12,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 from transformers import AutoTokenizer
-from typing_extensions import TypedDict
 
 from lmeval_prune.artefacts import read_artefact
 from lmeval_prune.checkpoints import embedded
@@ -25,21 +24,12 @@ from lmeval_prune.pruners.calibration import CalibrationText
 from lmeval_prune.training.questions import Document, TrainingQuestions, question_keys
 
 SCHEMA, VERSION = "lmeval-prune/distillation", 1
-NOTE = "distillation.json"
+NOTE = "distillation.json"  # beside the weights: model, options, material (what is trained on), stages
 TASK_LOSS, SOLVED_THEN_LOSS = "eval_task", "eval_solved_then_loss"  # metrics in the log that choose the best epoch
 
 
-class Note(TypedDict):
-    """Fields of `distillation.json`, beside the weights of a distilled model."""
-
-    model: str
-    options: dict[str, Any]
-    material: dict[str, Any]
-    stages: list[dict[str, Any]]
-
-
 def read_note(folder: str | Path) -> dict[str, Any]:
-    return read_artefact(Path(folder) / NOTE, SCHEMA, VERSION, Note)[0]
+    return read_artefact(Path(folder) / NOTE, SCHEMA, VERSION)[0]
 
 
 @dataclass(frozen=True)
@@ -58,12 +48,9 @@ class Host(ABC):
     """A kind of model that can be pruned and distilled.
 
     The *backbone* is the transformers model whose heads are pruned: the model itself, or its encoder.
-
-    Attributes:
-        choosing: (class variable) metric that chooses the best epoch by default, and whether higher is better.
     """
 
-    choosing: ClassVar[tuple[str, bool]] = (TASK_LOSS, False)
+    choosing: ClassVar[tuple[str, bool]] = (TASK_LOSS, False)  # the best epoch by default; whether higher is better
 
     def __init__(self, options: DistillOptions) -> None:
         self.options = options
@@ -136,8 +123,8 @@ class Host(ABC):
         """Load training and validation examples; `InputError` if there are none, or if they contain the test."""
 
     @abstractmethod
-    def contents(self) -> dict[str, Callable[[], str]]:
-        """Return functions that return digests of what is trained on, by their names in the settings."""
+    def contents(self) -> dict[str, str]:
+        """Return digests of what is trained on, by their names in the settings."""
 
     @abstractmethod
     def questions_of(self, folder: str) -> TrainingQuestions:

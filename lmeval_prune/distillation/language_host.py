@@ -18,7 +18,6 @@ import torch
 from accelerate import PartialState
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from typing_extensions import TypedDict, override
 
 from lmeval_prune.architectures import position_limit, takes_logits_to_keep
 from lmeval_prune.artefacts import digest, read_artefact, read_lines, write_artefact
@@ -70,12 +69,6 @@ class Text(NamedTuple):
         return self.question is not None and bool(self.question.document)
 
 
-class Line(TypedDict):
-    """Field of a line of the prompts that is read."""
-
-    prompt: str
-
-
 class Rows(NamedTuple):
     """Training and test documents of a task; none without a task."""
 
@@ -93,7 +86,6 @@ class LanguageHost(Host):
 
     # ------------------------------------------------------------------ models
 
-    @override
     def skeleton(self, folder: str) -> Any:
         skeleton = skeleton_of(folder)
         if getattr(skeleton.config, "is_encoder_decoder", False) or not skeleton.can_generate():
@@ -102,12 +94,10 @@ class LanguageHost(Host):
             )
         return skeleton
 
-    @override
     def check_teacher(self, folder: str) -> None:
         if vocabulary_digest(self.tokenizer_of(folder)) != vocabulary_digest(self.tokenizer):
             raise InputError(f"the teacher {folder} has another vocabulary than {self.options.pretrained}")
 
-    @override
     def check(self) -> None:
         super().check()
         options, (name, positions) = self.options, self.fewest_positions
@@ -116,18 +106,15 @@ class LanguageHost(Host):
         if options.calibrate_on == "own" or options.asks_teacher:
             self.answerer.check_room(name, positions)
 
-    @override
     def read(self, folder: str) -> nn.Module:
         model: Any = load_pretrained(folder)
         wide: nn.Module = model.to(torch.promote_types(model.dtype, torch.float32))
         return wide
 
-    @override
     def write(self, model: Any, manifest: dict[str, Any], folder: Path, add_files: Callable[[Path], None]) -> None:
         parent = embedded.resolve(self.options.pretrained)
         save_checkpoint(folder, model, manifest, self.tokenizer, add_files, parent)
 
-    @override
     def write_card(self, model: Any, manifest: dict[str, Any], note: dict[str, Any], folder: Path) -> None:
         options, training = self.options, ""
         if options.epochs:
@@ -141,7 +128,6 @@ class LanguageHost(Host):
         title = Path(options.output).resolve().name
         write_checkpoint_card(folder, title, model, manifest, (options.pretrained, None), True, training)
 
-    @override
     def questions_of(self, folder: str) -> TrainingQuestions:
         return TrainingQuestions.from_artefact(read_manifest(embedded.resolve(folder)) or {})
 
@@ -211,16 +197,12 @@ class LanguageHost(Host):
             for row in self.rows.train
         ]
 
-    @override
-    def contents(self) -> dict[str, Callable[[], str]]:
-        def problems() -> str:
-            exemplars = exemplars_of(self.task) if self.options.task else []
-            tested = self.rows.test if self.options.prompts else []  # prompts are searched for these
-            return documents_digest(self.rows.train, tested, *filter(None, [exemplars]))
+    def contents(self) -> dict[str, str]:
+        exemplars = exemplars_of(self.task) if self.options.task else []
+        tested = self.rows.test if self.options.prompts else []  # prompts are searched for these
+        problems = documents_digest(self.rows.train, tested, *filter(None, [exemplars]))
+        return {"problems": problems, "task_prompts": digest(self.drawn_texts)}
 
-        return {"problems": problems, "task_prompts": lambda: digest(self.drawn_texts)}
-
-    @override
     def examples(self) -> TrainingExamples:
         options, rows = self.options, self.rows
         problems = list[Text]()
@@ -271,7 +253,7 @@ class LanguageHost(Host):
         options, prompts = self.options, dict[str, Text]()
         as_written = {self.prompt(row) for row in test} if options.task else ()
         search = QuestionSearch((str(row["question"]) for row in test), as_written)
-        lines = read_lines(str(options.prompts), Line)
+        lines = read_lines(str(options.prompts))
         random.Random(options.seed).shuffle(lines)
         counts = {"documents": 0, "with_test_questions": 0, "too_long": 0, "empty": 0, "repeated": 0}
         for line in lines:
@@ -302,7 +284,6 @@ class LanguageHost(Host):
         sampling: dict[str, Any] = {"max_gen_toks": options.max_gen_toks, "seed": options.seed}
         return Answerer(task, self.tokenizer, responses_folder(None, Path(options.output)), **sampling)
 
-    @override
     def taught(self, examples: TrainingExamples, work: Path) -> TrainingExamples:
         process, path, asks_problems = PartialState(), work / LESSONS, self.options.train_on == "teacher"
         parts: dict[str, Sequence[Text]] = {"train": examples.train, "validation": examples.validation}
@@ -360,7 +341,6 @@ class LanguageHost(Host):
                 results.append(Text(text.ids, text.start))
         return results, counts | ({"unsolved": len(texts) - counts["kept"]} if are_problems else {})
 
-    @override
     def calibration(self, examples: TrainingExamples, model: Any) -> CalibrationText:
         if self.options.calibrate_on == "task":
             return super().calibration(examples, model)
@@ -369,7 +349,6 @@ class LanguageHost(Host):
         name = f"own answers to {len(questions)} training problems"
         return calibration_text(name, self.answerer, answers, prompts_count=False)
 
-    @override
     def collate(self, examples: Sequence[Any]) -> dict[str, Any]:
         longest = max(len(text.ids) for text in examples)
         padding = self.tokenizer.pad_token_id if self.tokenizer.pad_token_id is not None else 0
@@ -391,7 +370,6 @@ class LanguageHost(Host):
     def takes_logits_to_keep(self) -> bool:
         return takes_logits_to_keep(self.skeleton(self.options.pretrained))
 
-    @override
     def compared_texts(self, examples: TrainingExamples) -> list[tokens.Text]:
         # problems with their targets, one text each, whatever the student learns
         texts = examples.problems or examples.validation or examples.questions or examples.train
@@ -402,11 +380,9 @@ class LanguageHost(Host):
 
     # ------------------------------------------------------------------ losses
 
-    @override
     def items(self, inputs: Mapping[str, Any]) -> int:
         return int((inputs["labels"][:, 1:] != IGNORED).sum())
 
-    @override
     def loss(self, outputs: Any, inputs: Mapping[str, Any], teacher: Any = None) -> dict[str, Tensor]:
         terms = {"task": cross_entropy(*_answer_logits(outputs, inputs), reduction="sum")}
         if teacher is not None:

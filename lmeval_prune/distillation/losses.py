@@ -59,11 +59,10 @@ def attention_distance(
     that the sum over queries is 1 per token for a student whose maps are zero.
 
     Args:
-        teacher: attention maps of each compared layer, shape (texts, heads, queries, keys).
-        student: attention maps of the student.
+        teacher, student: attention maps of each compared layer, shape (texts, heads, queries, keys).
         heads: for each layer, the teacher's head of each student's head.
         real: mask of the tokens without padding, shape (texts, tokens).
-        relative: whether to divide by the teacher's squares.
+        relative: as above.
     """
     real = real.to(student[0].dtype)
     pairs = (real[:, :, None] * real[:, None, :])[:, None]
@@ -106,13 +105,7 @@ class LayerMap:
 
 
 class Features:
-    """The feature term: attention maps of a student, each beside that of its teacher's head.
-
-    Args:
-        layers: the teacher's layers and heads of the student's.
-        student, teacher: both models' layers; the student's maps lose their dropout.
-        relative: whether the difference is divided by the teacher's squares.
-    """
+    """The feature term: attention maps of a student, which lose their dropout, beside those of its teacher's heads."""
 
     def __init__(self, layers: LayerMap, student: ModelMap, teacher: ModelMap, relative: bool) -> None:
         self.relative = relative

@@ -40,7 +40,7 @@ from lmeval_prune.pruners.table import PRUNERS
 from lmeval_prune.registry import import_path
 from lmeval_prune.reporting.plot_style import COLOURS
 from lmeval_prune.surgery.cut import Cut, check_cuttable, cut
-from lmeval_prune.training.trainer import digests, draw, result_settings
+from lmeval_prune.training.trainer import draw, result_settings
 
 TITLE = "Recursive distillation, stage by stage"
 LINES = {
@@ -71,12 +71,11 @@ def distill(options: DistillOptions) -> dict[str, Any]:
         settings |= {"prompts": "", "prompts_file": content_digest(options.prompts)}
     work = target.with_name(f"{target.name}.distilling")
     if (target / NOTE).is_file():
-        stored = read_note(target)["options"]
-        check_same(stored, settings | digests(host.contents(), stored), target)
+        check_same(read_note(target)["options"], settings | host.contents(), target)
     elif target.exists() and (target.is_file() or any(target.iterdir())):
         raise InputError(f"{target} exists and is not a distilled model; name another output")
     else:
-        progress = Work(work, settings | digests(host.contents()))
+        progress = Work(work, settings | host.contents())
         check(host)
         with output_lock(target) if process.is_main_process else nullcontext():
             _run_stages(host, progress, target)

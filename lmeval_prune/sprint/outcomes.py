@@ -24,7 +24,6 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-from typing_extensions import TypedDict
 
 from lmeval_prune.artefacts import check_same, parse_json, read_artefact, read_table, write_artefact, write_table
 from lmeval_prune.errors import InputError
@@ -40,14 +39,6 @@ _QUESTIONS = pa.schema({**_KEY, "question": pa.string(), "prompt": pa.string(), 
 _ANSWER = {"extracted": pa.string(), "answer": pa.string(), "length": pa.int32(), "cut_off": pa.bool_()}
 _CELLS = pa.schema({**_KEY, "attempt": pa.string(), "outcome": pa.bool_(), **_ANSWER})
 _READ = [*_KEY, "attempt", "outcome", "length", "cut_off"]
-
-
-class StoreContents(TypedDict):
-    """Fields of `store.json`."""
-
-    pool: list[str]
-    model: dict[str, Any]
-    tasks: dict[str, dict[str, Any]]
 
 
 def key_of(row: Mapping[str, Any]) -> tuple[str, str, int]:
@@ -246,7 +237,7 @@ class OutcomeStore:
         write_table(self.cells_file, pa.Table.from_pylist(ordered, _CELLS))
 
     def _content(self) -> dict[str, Any]:
-        return read_artefact(self.store_file, SCHEMA, SCHEMA_VERSION, StoreContents)[0]
+        return read_artefact(self.store_file, SCHEMA, SCHEMA_VERSION)[0]
 
     def _cells(self, *columns: str) -> pa.Table:
         return read_table(self.cells_file, pa.schema([_CELLS.field(name) for name in columns]))

@@ -150,23 +150,14 @@ def _read_inputs(options: ReportOptions) -> tuple[Outcomes, Outcomes | None, Rou
 
 @dataclass(frozen=True)
 class Curve:
-    """pass@k of each question.
-
-    Attributes:
-        name: label in the legend.
-        kind: estimator of pass@k: `ordered`, `exact` (the expectation over random orders) or `unbiased` (over samples).
-        values: probability that any of k tries is right, for k = 1 … N, shape (questions, N); NaN if unknown.
-        attempts: attempts at each question, if a policy chose them.
-        is_bound: whether this is an upper bound, not a method.
-        tokens: expected number of generated tokens of the first k tries, shape (questions, N); None if unknown.
-    """
+    """pass@k of each question."""
 
     name: str
-    kind: str
-    values: np.ndarray
-    attempts: Sequence[Sequence[str]] = ()
-    is_bound: bool = False
-    tokens: np.ndarray | None = None
+    kind: str  # estimator: `ordered`, `exact` (the expectation over random orders) or `unbiased` (over samples)
+    values: np.ndarray  # probability that any of k = 1 … N tries is right, shape (questions, N); NaN if unknown
+    attempts: Sequence[Sequence[str]] = ()  # at each question, if a policy chose them
+    is_bound: bool = False  # an upper bound, not a method
+    tokens: np.ndarray | None = None  # expected number of generated tokens of k tries, shape (questions, N)
 
     @property
     def mean(self) -> np.ndarray:

@@ -20,7 +20,6 @@ import numpy as np
 import torch
 from safetensors.torch import save
 from torch import Tensor
-from typing_extensions import TypedDict
 
 from lmeval_prune.artefacts import (
     ENVELOPE,
@@ -84,15 +83,6 @@ def fingerprint(encoder: Any) -> str:
 # ---------------------------------------------------------------------- the router
 
 
-class RouterContents(TypedDict):
-    """Fields of `router.json` that every router has; the others are details of the fit."""
-
-    pool: list[str]
-    encoder: str
-    tensors_sha256: str
-    router: str
-
-
 @dataclass(frozen=True)
 class Router:
     """A fitted router.
@@ -154,7 +144,7 @@ class Router:
     @classmethod
     def load(cls, folder: str | os.PathLike[str]) -> Router:
         """Read a router; a warning says so if its method has another version now."""
-        content, sha256 = read_artefact(Path(folder) / "router.json", SCHEMA, SCHEMA_VERSION, RouterContents)
+        content, sha256 = read_artefact(Path(folder) / "router.json", SCHEMA, SCHEMA_VERSION)
         about = {name: value for name, value in content.items() if name not in ENVELOPE}
         tensors = read_tensors(Path(folder) / "router.safetensors", about.pop("tensors_sha256"))
         pool, encoder, method = about.pop("pool"), about.pop("encoder"), about.pop("router")
@@ -273,19 +263,12 @@ def fit_embeddings(
 
 @dataclass(frozen=True)
 class Policy:
-    """An order of a pool for each question.
+    """An order of a pool for each question."""
 
-    Attributes:
-        pool: names of the heads, and perhaps `dense`.
-        identity: JSON value that determines the order.
-        order: function from questions to one order of the pool each, first choice first.
-        note: warning about its results.
-    """
-
-    pool: list[str]
-    identity: dict[str, Any]
-    order: Callable[[Sequence[str]], list[list[str]]]
-    note: str = ""
+    pool: list[str]  # names of the heads, and perhaps `dense`
+    identity: dict[str, Any]  # determines the order; JSON
+    order: Callable[[Sequence[str]], list[list[str]]]  # of questions: an order of the pool each, first choice first
+    note: str = ""  # warning about its results
 
 
 def nearest(router: Router) -> Policy:

@@ -19,11 +19,7 @@ logger = logging.getLogger(__name__)
 
 
 class Routing(HeadRouter):
-    """Apply a policy to lm-eval's requests: try i of a question prunes the i-th head of its order.
-
-    Args:
-        arguments: model arguments with `router` and its settings.
-    """
+    """Applies the policy of the model arguments to requests: try i of a question prunes the i-th head of its order."""
 
     def __init__(self, arguments: Arguments) -> None:
         super().__init__()

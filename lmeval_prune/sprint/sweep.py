@@ -53,22 +53,14 @@ class SweptTask(ConfigurableTask):
     """A task whose documents are answered `repeats` times; `swept` mixes this class into the task's own class.
 
     Filter and metric are applied to each response alone, so the outcomes are those of the task without repeats.
-
-    Attributes:
-        metric: metric of an outcome, 0 or 1.
-        filter: name of the filter whose results are scored.
-        question_field: document field with the question.
-        split: name of the evaluated split.
-        scored_splits: names of the split that the task itself scores.
-        prompts: digest of the prompt of each document, over all processes, by the document's index.
     """
 
-    metric: str
-    filter: str
+    metric: str  # of an outcome, 0 or 1
+    filter: str  # whose results are scored
     question_field: str
-    split: str
-    scored_splits: list[str]
-    prompts: dict[int, str]
+    split: str  # that is evaluated
+    scored_splits: list[str]  # of the task itself
+    prompts: dict[int, str]  # digest of the prompt of each document, over all processes, by the document's index
     _instances: list[Instance] | None
 
     def build_all_requests(

@@ -1,9 +1,8 @@
-"""Resumable transformers Trainer on batches of similar length; digests that its checkpoints go with; loss curves."""
+"""Resumable transformers Trainer on batches of similar length; loss curves."""
 
 from __future__ import annotations
 
 import json
-import logging
 import random
 import shutil
 import sys
@@ -14,44 +13,21 @@ from typing import Any
 
 import torch
 from torch.utils.data import Sampler
-from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, TrainingArguments
-from typing_extensions import TypedDict
+from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from lmeval_prune.architectures.names import compact_names
 from lmeval_prune.architectures.precision import fast_products
 from lmeval_prune.artefacts import read_json
 from lmeval_prune.attributes import replaced
 from lmeval_prune.errors import InputError
 from lmeval_prune.reporting.plot_style import COLOURS, figure, save
 
-logger = logging.getLogger(__name__)
-
 ACCURACY = "eval_accuracy"
-
-# ---------------------------------------------------------------------- what a result depends on
 
 
 def result_settings(options: Any) -> dict[str, Any]:
     """Return the options that the result depends on, as JSON: all except paths."""
     settings = json.loads(json.dumps(asdict(options)))
     return {name: value for name, value in settings.items() if name not in ("output", "data_dir")}
-
-
-def digests(sources: Mapping[str, Callable[[], str]], finished: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Return digests of what is trained on, by their names in the settings.
-
-    A finished result does not need it: what cannot be read any more counts as in `finished`, with a warning.
-    """
-    found = dict[str, Any]()
-    for name, read in sources.items():
-        try:
-            found[name] = read()
-        except (InputError, OSError) as error:
-            if finished is None:
-                raise
-            logger.warning("whether %s is the same as before is not known: %s", name, error)
-            found[name] = finished.get(name)
-    return found
 
 
 # ---------------------------------------------------------------------- trainer
@@ -112,7 +88,6 @@ class ResumableTrainer(Trainer):
         model, arguments, collator, train, validation: as of transformers' Trainer.
         lengths: numbers of tokens of the training examples.
         score: returns further validation metrics, by their names in the log.
-        patience: validations without improvement before training stops; 0: never.
         settings: further arguments of transformers' Trainer.
     """
 
@@ -125,7 +100,6 @@ class ResumableTrainer(Trainer):
         validation: Sequence[Any],
         lengths: Sequence[int],
         score: Callable[[], dict[str, float]],
-        patience: int = 0,
         **settings: Any,
     ) -> None:
         self.lengths, self.score = lengths, score
@@ -135,7 +109,7 @@ class ResumableTrainer(Trainer):
             collator,
             train_dataset=list(train),
             eval_dataset=list(validation) or None,
-            callbacks=[StopDiverged(), *([EarlyStoppingCallback(patience)] if patience else [])],
+            callbacks=[StopDiverged()],
             **settings,
         )
 
@@ -167,12 +141,6 @@ class ResumableTrainer(Trainer):
         return BatchesByLength(self.lengths, self.args.per_device_train_batch_size, self.args.seed)
 
 
-class _TrainerState(TypedDict):
-    """Fields of `trainer_state.json` that are read."""
-
-    global_step: int
-
-
 def last_checkpoint(checkpoints: Path) -> str | None:
     """Return the newest complete checkpoint, and delete those from which no training resumes.
 
@@ -181,7 +149,7 @@ def last_checkpoint(checkpoints: Path) -> str | None:
     complete: dict[int, Path] = {}
     for folder in checkpoints.glob("checkpoint-*"):
         try:
-            step = read_json(folder / "trainer_state.json", _TrainerState)["global_step"]
+            step = read_json(folder / "trainer_state.json")["global_step"]
         except InputError:
             step = None
         if step is None or not any(folder.glob("optimizer*")):
@@ -194,14 +162,9 @@ def last_checkpoint(checkpoints: Path) -> str | None:
 def training_arguments(
     checkpoints: Path, validates: bool, best_by: tuple[str, bool] | None, **arguments: Any
 ) -> TrainingArguments:
-    """Return the `TrainingArguments` for transformers' Trainer.
+    """Return the `TrainingArguments` of a training with checkpoints, validations and logs each epoch, or `save_steps`.
 
-    Args:
-        checkpoints: folder of the checkpoints.
-        validates: whether there is a validation split.
-        best_by: metric that chooses the best epoch, and whether higher is better; None: keep the last epoch.
-        arguments: fields of `TrainingArguments`; `save_steps` are updates between checkpoints, validations and logs,
-            by default an epoch.
+    `best_by` is the metric that chooses the best epoch, and whether higher is better; None: the last epoch is kept.
     """
     save_steps = arguments.pop("save_steps", 0)
     interval, steps = "steps" if save_steps else "epoch", max(1, save_steps)
@@ -262,12 +225,8 @@ def draw(
         end = start + max((row["epoch"] for row in log), default=0.0)
         if "removed" in stage:
             axes.axvspan(start, end, color="#f2f2f2" if stage["stage"] % 2 else "white", zorder=-1, lw=0)
-            if names := compact_names(stage.get("removed_blocks", ())):  # whole layers and blocks
-                text = f"−{names}"
-            else:
-                counts = [(stage["removed"].get(name), name) for name in ("heads", "channels")]
-                text = ", ".join(f"−{count} {name}" for count, name in counts if count) or "nothing removed"
-            axes.annotate(f" {text}", (start, 0.98), xycoords=("data", "axes fraction"), fontsize=7, va="top")
+            text = f" stage {stage['stage']}"
+            axes.annotate(text, (start, 0.98), xycoords=("data", "axes fraction"), fontsize=7, va="top")
         start = end
     axes.set_xlabel("epoch, over all stages" if len(stages) > 1 else "epoch")
     if labels:

@@ -39,50 +39,30 @@ class Ranker(Settings, ABC):
 
 @dataclass(frozen=True)
 class Examples:
-    """Questions that a router is fitted and chosen on.
+    """Questions that a router is fitted and chosen on."""
 
-    Attributes:
-        x: embeddings of the training questions, shape (questions, width), float32.
-        z: their outcomes, shape (questions, pool): 1, 0 or NaN (unknown).
-        validation_x, validation_z: those of the validation questions; perhaps none.
-        seed: seed of initial values and of the order of questions.
-    """
-
-    x: Tensor
-    z: Tensor
-    validation_x: Tensor
+    x: Tensor  # embeddings of the training questions, shape (questions, width), float32
+    z: Tensor  # their outcomes, shape (questions, pool): 1, 0 or NaN (unknown)
+    validation_x: Tensor  # of the validation questions, perhaps none
     validation_z: Tensor
-    seed: int = 0
+    seed: int = 0  # of initial values and of the order of questions
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A ranker for one combination of option values.
+    """A ranker for one combination of option values."""
 
-    Attributes:
-        values: these values, as JSON.
-        ranker: the ranker.
-        loss: its loss on the validation questions (on the training questions if there are none); it decides between
-            candidates with equal pass@k.
-        about: other details, as JSON, for `router.json`.
-    """
-
-    values: dict[str, Any]
+    values: dict[str, Any]  # JSON
     ranker: Ranker
-    loss: float
-    about: dict[str, Any] = field(default_factory=dict)
+    loss: float  # on the validation (without any, training) questions; decides between candidates with equal pass@k
+    about: dict[str, Any] = field(default_factory=dict)  # other details, as JSON, for `router.json`
 
 
 @dataclass(frozen=True)
 class RouterMethod(Settings, ABC):
-    """A method of fitting routers; a field with several values is chosen on the validation questions.
+    """A method of fitting routers; a field with several values is chosen on the validation questions."""
 
-    Attributes:
-        version: (class) raise it when the arithmetic changes.
-        ranker: (class) class of its rankers.
-    """
-
-    version: ClassVar[int] = 1
+    version: ClassVar[int] = 1  # raise it when the arithmetic changes
     ranker: ClassVar[type[Ranker]]
 
     def __post_init__(self) -> None:

@@ -78,15 +78,10 @@ def contrastive_loss(q: Tensor, v: Tensor, z: Tensor, s: Tensor, weight: float) 
 
 @dataclass(frozen=True, eq=False)
 class NearestHeads(Ranker):
-    """Orders heads by the squared distance of v_j to q = θ φ(x).
+    """Orders heads by the squared distance of v_j to q = θ φ(x)."""
 
-    Attributes:
-        theta: θ, shape (p, width).
-        heads: head embeddings v_j, shape (pool, p).
-    """
-
-    theta: Tensor
-    heads: Tensor
+    theta: Tensor  # θ, shape (p, width)
+    heads: Tensor  # head embeddings v_j, shape (pool, p)
 
     def order(self, x: Tensor) -> Tensor:
         """Return the nearest head first; ties, also those by rounding, by pool order."""

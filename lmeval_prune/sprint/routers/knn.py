@@ -20,19 +20,12 @@ Weighting = Literal["uniform", "distance"]
 
 @dataclass(frozen=True, eq=False)
 class Neighbours(Ranker):
-    """Weighs the training questions for a question, and orders columns by their outcomes.
+    """Weighs the training questions for a question, and orders columns by their outcomes."""
 
-    Attributes:
-        mean, scale: standardisation of embeddings, shape (width,).
-        vectors: standardised embeddings of the training questions, each of length 1, shape (questions, width).
-        outcomes: their outcomes, shape (questions, pool); an unknown one is the column's share of solved questions.
-        k, weighting, prior: as in `Knn`.
-    """
-
-    mean: Tensor
+    mean: Tensor  # standardisation of embeddings, shape (width,), and its scale
     scale: Tensor
-    vectors: Tensor
-    outcomes: Tensor
+    vectors: Tensor  # standardised embeddings of the training questions, of length 1, shape (questions, width)
+    outcomes: Tensor  # shape (questions, pool); an unknown one is the column's share of solved questions
     k: Count
     weighting: Weighting
     prior: Positive

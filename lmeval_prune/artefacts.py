@@ -272,27 +272,6 @@ def cache_folder() -> Path:
     return Path(os.environ.get("LMEVAL_PRUNE_CACHE") or default)
 
 
-@contextmanager
-def _temporary_folder(parent: Path) -> Iterator[Path]:
-    """Create a temporary folder that this process has locked, and remove it at the end.
-
-    It gets its name when it is locked. Where folders cannot be locked, those of killed processes stay.
-    """
-    _remove_leftovers(parent, os.getpid())
-    unlocked = Path(tempfile.mkdtemp(prefix=f".new{TEMPORARY_PREFIX}", dir=parent))
-    handle = os.open(unlocked, os.O_RDONLY)
-    try:
-        with suppress(OSError):
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        folder = unlocked.rename(parent / unlocked.name.removeprefix(".new"))
-        try:
-            yield folder
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
-    finally:
-        os.close(handle)
-
-
 @functools.lru_cache(maxsize=1024)
 def _remove_leftovers(folder: Path, process: int) -> None:
     """Remove what nobody has locked from a folder; cached, so that each process does it once per folder."""
@@ -420,14 +399,26 @@ def open_append(path: Path) -> IO[str]:
 
 @contextmanager
 def _temporary_path(path: Path, folder: bool = False) -> Iterator[Path]:
-    """Yield a path with the name of `path` in a temporary folder of this process, next to `path`."""
-    with ExitStack() as stack:
-        with report_write_errors(path):
-            if path.exists() and path.is_dir() != folder:
-                raise InputError(f"{path} is a {'file' if folder else 'folder'}; name another output")
-            path.parent.mkdir(parents=True, exist_ok=True)
-            temporary = stack.enter_context(_temporary_folder(path.parent.absolute()))
+    """Yield a path with the name of `path` in a temporary folder beside it, which this process has locked.
+
+    The folder gets its name when it is locked. Where folders cannot be locked, those of killed processes stay.
+    """
+    with report_write_errors(path):
+        if path.exists() and path.is_dir() != folder:
+            raise InputError(f"{path} is a {'file' if folder else 'folder'}; name another output")
+        parent = path.parent.absolute()
+        parent.mkdir(parents=True, exist_ok=True)
+        _remove_leftovers(parent, os.getpid())
+        unlocked = Path(tempfile.mkdtemp(prefix=f".new{TEMPORARY_PREFIX}", dir=parent))
+        handle = os.open(unlocked, os.O_RDONLY)
+        with suppress(OSError):
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        temporary = unlocked.rename(parent / unlocked.name.removeprefix(".new"))
+    try:
         yield temporary / path.name
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+        os.close(handle)
 
 
 def _exchange(path: Path, other: Path) -> bool:

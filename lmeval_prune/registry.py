@@ -61,6 +61,9 @@ class Registry(Mapping[str, str]):
             raise InputError(f"{self.setting} {name!r} is taken, or no name like my_method; give {target} another name")
         self._added[name] = target if isinstance(target, str) else import_path(target)
 
+    def __delitem__(self, name: str) -> None:
+        del self._added[name]
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._paths)
 

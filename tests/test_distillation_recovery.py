@@ -165,10 +165,6 @@ def test_problems_that_ask_the_same_are_on_one_side(options: DistillOptions, tmp
     (tmp_path / "own" / "rows.jsonl").write_text("\n".join([json.dumps(rows[0])] * 20))
     with pytest.raises(InputError, match="are too few to train and validate"):
         make_host(own).examples()
-    rows = [{"question": "Say a number.", "answer": str(n)} for n in range(20)]
-    (tmp_path / "own" / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    examples = make_host(own).examples()
-    assert (len(examples.train), len(examples.validation)) == (16, 4)
 
 
 def test_the_file_of_a_task_may_not_change(options: DistillOptions, tmp_path: Path) -> None:

@@ -17,7 +17,6 @@ def distill(**options: Any) -> int:
     from lmeval_prune.architectures.names import compact_names
     from lmeval_prune.comparison.distance import cells
     from lmeval_prune.distillation import recursion
-    from lmeval_prune.pruners.allocation import share_of
     from lmeval_prune.reporting.quiet import silence_libraries
     from lmeval_prune.tasks.loading import included_folder
 
@@ -40,9 +39,6 @@ def distill(**options: Any) -> int:
             kld, same = (cells(distance)[name] for name in ("mean KLD", "same top p (%)"))
             size = f"{distance['tokens']} tokens of {distance['documents']} texts"
             print(f"  from {settings.pretrained}: mean KLD {kld}, same top p {same}%, on {size}")
-    if settings.removal().budget == "heads" and heads < share_of(settings.ratio, total_heads):
-        share = f"{heads / total_heads:.1%} of the heads"
-        print(f"{share}: less than --ratio {settings.ratio:g}, because only whole units are removed")
     splits = note["material"]["splits"]
     if "data" in splits:
         task, model = f"prune_{splits['data']}_equation", "athena"

@@ -216,7 +216,7 @@ class LanguageHost(Host):
         prompts, counts = self.prompts(rows.test) if options.prompts else ([], {})
         first = short if options.task else prompts  # those of them that are validated on
         share = 0.1 if options.validation is None else options.validation
-        validation, remaining = split_by_question(first, self._wordings(first), round(share * len(first)))
+        validation, remaining = split_by_question(first, map(self._wording, first), round(share * len(first)))
         if not remaining or (share and not validation):
             raise InputError(f"{len(first)} texts are too few to train and validate; raise limit or max_length")
         train = [*remaining, *(prompts if options.task else [])]
@@ -236,17 +236,11 @@ class LanguageHost(Host):
         lengths = [len(text.ids) for text in train]
         return TrainingExamples(train, validation, lengths, note, problems=held_out, questions=asked)
 
-    def _wordings(self, texts: Sequence[Text]) -> list[Hashable]:
-        """Return what differs between texts of training and validation: the question of a problem; else all tokens.
-
-        A task may ask one question of all problems; then their tokens, among them the target's.
-        """
-        questions = [
-            normalised_question(text_of(self.task, text.question.document)) if text.question and text.is_problem else ""
-            for text in texts
-        ]
-        is_one = len({*questions}) == 1
-        return [tuple(text.ids) if is_one or not asked else asked for asked, text in zip(questions, texts, strict=True)]
+    def _wording(self, text: Text) -> Hashable:
+        """Return what differs between texts of training and validation: the question of a problem; else all tokens."""
+        if text.question and text.is_problem:
+            return normalised_question(text_of(self.task, text.question.document))
+        return tuple(text.ids)
 
     def prompts(self, test: Sequence[Mapping[str, Any]]) -> tuple[list[Text], dict[str, int]]:
         """Return the prompts that the teacher answers, without test questions and drawn by the seed, and counts."""

@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from matplotlib.patches import Patch
 
 from lmeval_prune.architectures import Head
 from lmeval_prune.artefacts import CREATED_BY, digest, read_lines, write_text
@@ -402,29 +401,22 @@ def draw_pass_at_n(
 
 def draw_gains(measured: dict[str, list[float]], by_chance: dict[str, list[float]], stem: Path) -> None:
     """Draw the best head's gain in each layer, next to the gain expected by chance (Figure 2)."""
-    layers = list(measured)
+    places = np.arange(len(measured))
     title = "Best head of a layer, by group of questions (line: median)"
-    drawing, axes = figure(max(5.5, 1.1 * len(layers) + 2), 4.4, title)
-    for offset, values, colour in ((-0.2, measured, COLOURS[0]), (0.2, by_chance, COLOURS[6])):
-        for i, layer in enumerate(layers):
-            points = np.asarray(values[layer])
-            if len(points) > 4 and np.ptp(points) > 0:
-                parts = axes.violinplot([points], [i + offset], widths=0.36, showmedians=False, showextrema=False)
-                parts["bodies"][0].set(facecolor=colour, alpha=0.5)
-            axes.plot([i + offset - 0.12, i + offset + 0.12], [np.median(points)] * 2, color=colour, lw=2)
-            if len(points) <= 20:
-                axes.plot(np.full(len(points), i + offset), points, ".", color=colour, ms=5)
-    axes.axhline(0, color="0.4", lw=1, ls=":")
-    axes.set_xticks(range(len(layers)), layers)
-    axes.set(xlabel="layer", ylabel="accuracy of the best head − unpruned")
+    drawing, axes = figure(max(5.5, 1.1 * len(measured) + 2), 4.4, title)
     names = ("measured", "outcomes shuffled among heads: chance alone")
-    drawing.legend(  # beside the axes: on them it could hide a violin
-        handles=[Patch(color=c, alpha=0.5, label=n) for c, n in zip((COLOURS[0], COLOURS[6]), names, strict=True)],
-        loc="outside lower center",
-        ncols=2,
-        frameon=False,
-        fontsize=9,
-    )
+    for offset, values, colour, name in zip((-0.2, 0.2), (measured, by_chance), COLOURS[::6], names, strict=True):
+        style: dict[str, Any] = {
+            "boxprops": {"facecolor": colour, "alpha": 0.5},
+            "medianprops": {"color": colour, "lw": 2},
+        }
+        points = [values[layer] for layer in measured]
+        boxes = axes.boxplot(points, positions=places + offset, widths=0.36, patch_artist=True, **style)["boxes"]
+        boxes[0].set_label(name)
+    axes.axhline(0, color="0.4", lw=1, ls=":")
+    axes.set_xticks(places, list(measured))
+    axes.set(xlabel="layer", ylabel="accuracy of the best head − unpruned")
+    drawing.legend(loc="outside lower center", ncols=2, frameon=False, fontsize=9)  # beside the axes: it hides no box
     save(drawing, stem)
 
 

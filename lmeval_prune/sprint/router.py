@@ -64,11 +64,10 @@ def embed(encoder: Any, texts: Sequence[str]) -> Tensor:
     """
     if not texts:
         return torch.empty(0)
-    numbers = {text: i for i, text in enumerate(dict.fromkeys(texts))}
-    vectors = encoder.encode(list(numbers), batch_size=1, convert_to_tensor=True, show_progress_bar=len(numbers) > 500)
+    vectors = encoder.encode(list(texts), batch_size=1, convert_to_tensor=True, show_progress_bar=len(texts) > 500)
     vectors = torch.as_tensor(vectors).detach().to("cpu", torch.float32).clone()
     check_finite({"vectors": vectors}, "the sentence encoder")
-    return vectors[[numbers[text] for text in texts]]
+    return vectors
 
 
 def fingerprint(encoder: Any) -> str:
@@ -185,8 +184,6 @@ def fit(outcomes: Outcomes, encoder: str, options: FitOptions | None = None) -> 
         "questions": len(z),
         "questions_no_head_solves": int((~(z == 1).any(1)).sum()),
         "questions_all_heads_solve": int(((z == 1) | z.isnan()).all(1).sum()),
-        "answers": outcomes.lengths,
-        "unknown_cells": int(z.isnan().sum()),
         "held_out": len(groups) - len(used),
         "seen": sorted({digest(text) for text in outcomes.texts}),
     }
@@ -232,7 +229,7 @@ def fit_embeddings(
     tried = []
     for candidate in method.candidates(examples):
         numbers = candidate.ranker.tensors | {"loss": torch.tensor(candidate.loss)}
-        check_finite(numbers, f"a candidate of router {options.router}", "mend its `candidates`")
+        check_finite(numbers, f"a candidate of router {options.router}", "give a smaller learning_rate, or mend it")
         router = Router(candidate.ranker, pool, encoder, options.router)
         passes = {}
         if validation:  # an unknown outcome counts as not solved

@@ -8,21 +8,17 @@ and is left out of the first term. A question that all heads solve adds 0.
 
 from __future__ import annotations
 
-import logging
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
 from typing import Any, ClassVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from lmeval_prune.errors import InputError
 from lmeval_prune.sprint.options import ContrastiveOptions
 from lmeval_prune.sprint.routers import Candidate, Examples, Ranker, RouterMethod
-
-logger = logging.getLogger(__name__)
 
 
 def squared_distances(q: Tensor, v: Tensor) -> Tensor:
@@ -99,11 +95,6 @@ class Contrastive(ContrastiveOptions, RouterMethod):
         for size, weight in product(self.sizes, self.weights):
             theta, heads, curve = self._optimise(examples, size, weight)
             loss = min(epoch["validation"] for epoch in curve)
-            if not np.isfinite([loss, curve[-1]["training"]]).all():
-                fit = f"the fit with p={size}, lambda={weight:g} has diverged at learning_rate={self.learning_rate:g}"
-                if not np.isfinite(loss):
-                    raise InputError(f"{fit}; give a smaller one")
-                logger.warning("%s in epoch %d: the best epoch before is kept; give a smaller one", fit, len(curve))
             yield Candidate({"p": size, "lambda": weight}, NearestHeads(theta, heads), loss, {"curve": curve})
 
     def _optimise(self, examples: Examples, size: int, weight: float) -> tuple[Tensor, Tensor, list[dict[str, float]]]:
@@ -116,7 +107,7 @@ class Contrastive(ContrastiveOptions, RouterMethod):
         s = agreement(z)
         decays: list[dict[str, Any]] = [{"params": [theta]}, {"params": [raw], "weight_decay": 0.0}]
         optimiser = torch.optim.AdamW(decays, lr=self.learning_rate, weight_decay=self.decay)
-        best, lowest, epochs_since = (theta.detach().clone(), raw.detach().clone()), float("inf"), 0
+        best, lowest, epochs_since = (theta.detach().clone(), raw.detach().clone()), math.inf, 0
         curve: list[dict[str, float]] = []
         for epoch in range(self.epochs):
             for batch in torch.randperm(len(x), generator=generator).split(self.batch):
@@ -133,6 +124,6 @@ class Contrastive(ContrastiveOptions, RouterMethod):
             epochs_since += 1
             if validation_loss < lowest:
                 best, lowest, epochs_since = (theta.detach().clone(), raw.detach().clone()), validation_loss, 0
-            if epochs_since >= self.patience or not np.isfinite(training_loss):
+            if epochs_since >= self.patience or not math.isfinite(training_loss):
                 break
         return best[0], constrain(best[1], self.diversity, self.radius).detach(), curve

@@ -448,11 +448,6 @@ class Work:
     `settings.json` holds everything that the parts depend on: resolved options, digests of model and data. With the
     same settings, a run uses what is there. With others, `restart` deletes it; else an `InputError` names the first
     setting that differs. Nothing is written before `begin`, or the first part.
-
-    Args:
-        folder: may not exist yet.
-        settings: a JSON value.
-        restart: whether parts of other settings, or of a damaged `settings.json`, are deleted.
     """
 
     def __init__(self, folder: Path, settings: Mapping[str, Any], restart: bool = False) -> None:

@@ -158,15 +158,11 @@ class Settings:
     """Base of frozen dataclasses whose values users write: each field is parsed by its type and bounds, or refused.
 
     Keyword-only fields are internal: users cannot set them. A subclass with its own `__post_init__` (for conditions on
-    several fields) calls this one.
-
-    Attributes:
-        hashable: (class variable) fields that are compared are frozen, so that settings can be dictionary keys.
-        uses: (class variable) fields that are read only under conditions; others than their defaults are refused where
-            they are not read. Those of base classes count, too.
+    several fields) calls this one. Values other than the defaults are refused where `uses`, also of base classes, says
+    that they are not read.
     """
 
-    hashable: ClassVar[bool] = False
+    hashable: ClassVar[bool] = False  # fields that are compared are frozen, so that settings can be dictionary keys
     uses: ClassVar[tuple[Use, ...]] = ()
 
     @classmethod

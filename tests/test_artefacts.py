@@ -84,27 +84,6 @@ def locked_elsewhere(output: Path) -> Iterator[None]:
         yield
 
 
-def test_two_writers_of_a_file_publish_one_of_both(tmp_path: Path) -> None:
-    path, begun, ended = tmp_path / "big.gguf", Event(), Event()
-
-    def slow() -> None:
-        with new_file(path) as growing, growing.open("w") as file:
-            file.write("a" * 1000)
-            file.flush()
-            begun.set()
-            assert ended.wait(60)
-            file.write("a" * 1000)
-
-    with elsewhere(slow, ended) as first:
-        assert begun.wait(60)
-        with new_file(path) as growing:
-            growing.write_text("b" * 500)
-        assert path.read_text() == "b" * 500
-        ended.set()
-        first.result()
-    assert path.read_text() == "a" * 2000 and here(tmp_path) == ["big.gguf"]
-
-
 def test_the_second_writer_of_a_folder_is_refused(tmp_path: Path) -> None:
     begun, ended = Event(), Event()
 

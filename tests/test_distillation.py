@@ -600,7 +600,7 @@ def test_the_command(athena: DistillOptions, tmp_path: Path, capsys: pytest.Capt
     )
     assert main(["distill", "--config", str(recipe)]) == 0
     stdout = capsys.readouterr().out
-    assert "2 heads removed, 2 of 8 heads in all;" in stdout
+    assert "2 heads removed;" in stdout
     assert main(["distill", "--config", str(recipe), "--epochs", "3"]) == 2
     assert "was made with " in capsys.readouterr().err
 

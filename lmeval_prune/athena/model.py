@@ -148,18 +148,14 @@ class Thinking:
 
 
 class Athena(nn.Module):
-    """ATHENA: a head part over a stock transformers encoder.
-
-    Attributes:
-        about: training options, losses and questions, stored in `athena.json`.
-    """
+    """ATHENA: a head part over a stock transformers encoder."""
 
     accepts_loss_kwargs = True  # transformers' Trainer counts the labels of an accumulated batch
 
     def __init__(self, settings: AthenaSettings, encoder: Any, tokenizer: Any) -> None:
         super().__init__()
         self.settings, self.tokenizer = settings, tokenizer
-        self.about: dict[str, Any] = {}
+        self.about: dict[str, Any] = {}  # training options, losses and questions, stored in `athena.json`
         self.encoder = encoder
         self.transforms = nn.ModuleDict({name: FeedForward(settings) for name in TRANSFORMS})
         self.merges = nn.ModuleDict({name: Merge(settings) for name in MERGES})
@@ -216,13 +212,7 @@ class Athena(nn.Module):
     def forward(
         self, steps: list[dict[str, Any]], labels: Tensor | None = None, output_attentions: bool = False, **inputs: Any
     ) -> AthenaOutput:
-        """Return logits of teacher forcing, which keeps the candidates in the gold equation.
-
-        Args:
-            steps: output of `collate`, as are the other inputs.
-            labels: not used here; the loss reads them.
-            output_attentions: also return the encoder's attention maps, which need its eager attention.
-        """
+        """Return logits of teacher forcing, which keeps the candidates of the gold equation, of `collate`'s inputs."""
         state, encoded = self.read(inputs, **({"output_attentions": True} if output_attentions else {}))
         logits = []
         for step in steps:

@@ -110,11 +110,7 @@ def parse(equation: str, leaf: Leaf) -> Equation:
     """Parse an equation over `+ - * / ^` and brackets; `ValueError` if it is malformed.
 
     Operations with some constants have a shorter thought: `t * 1` is `t`, `t * 2` is `t + t`, `t / 2` is a half, `1 /
-    t` is an inverse, `t ^ 2` is `t * t`.
-
-    Args:
-        equation: e.g. `(9+33)/7` or `n0 / ( x1 - n1 )`.
-        leaf: returns the thought of a literal number or a name; called from left to right.
+    t` is an inverse, `t ^ 2` is `t * t`. `leaf` returns the thought of a literal number or a name, from left to right.
     """
     try:
         tree = ast.parse(equation.replace("^", "**").strip(), mode="eval").body

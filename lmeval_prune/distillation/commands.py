@@ -25,16 +25,12 @@ def distill(**options: Any) -> int:
     note = recursion.distill(settings)
     if not recursion.this_process().is_main_process:
         return 0
-    heads, total_heads = 0, note["stages"][0]["removed"]["heads_total"]
     for stage in note["stages"]:
-        removed = stage["removed"]
-        heads += removed["heads"]
-        counts = ((removed.get(name, 0), name) for name in ("heads", "channels", "blocks"))
+        counts = ((stage["removed"].get(name, 0), name) for name in ("heads", "channels", "blocks"))
         summary = ", ".join(f"{count} {name}" for count, name in counts if count) or "nothing"
         summary += f" ({compact_names(names)})" if (names := stage["removed_blocks"]) else ""
-        in_all = f", {heads} of {total_heads} heads in all" if removed["heads"] else ""
         left = f"{stage['parameters'] / 1e6:.2f} million parameters are left"
-        print(f"stage {stage['stage']}: {summary} removed{in_all}; {left}")
+        print(f"stage {stage['stage']}: {summary} removed; {left}")
         if distance := stage.get("distance"):
             kld, same = (cells(distance)[name] for name in ("mean KLD", "same top p (%)"))
             size = f"{distance['tokens']} tokens of {distance['documents']} texts"

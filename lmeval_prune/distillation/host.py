@@ -135,8 +135,7 @@ class Host(ABC):
     ) -> TrainingQuestions:
         """Return the questions of this training, of the model and of the teacher; without epochs, of the model alone.
 
-        Raises:
-            InputError: model or teacher were trained on the test or on validation problems.
+        `InputError` if model or teacher were trained on the test or on validation problems.
         """
         is_trained = self.options.epochs > 0
         questions = questions if is_trained else TrainingQuestions()

@@ -58,11 +58,8 @@ def attention_distance(
     `relative` divides the squared difference of each query by the teacher's square, Σ_k (A_s − A_t)² / Σ_k A_t², so
     that the sum over queries is 1 per token for a student whose maps are zero.
 
-    Args:
-        teacher, student: attention maps of each compared layer, shape (texts, heads, queries, keys).
-        heads: for each layer, the teacher's head of each student's head.
-        real: mask of the tokens without padding, shape (texts, tokens).
-        relative: as above.
+    The maps of each compared layer have the shape (texts, heads, queries, keys). `heads` are, for each layer, the
+    teacher's heads of the student's; `real` is the mask of the tokens without padding, shape (texts, tokens).
     """
     real = real.to(student[0].dtype)
     pairs = (real[:, :, None] * real[:, None, :])[:, None]

@@ -28,7 +28,7 @@ from lmeval_prune.comparison.tokens import logits_of, other_distances
 from lmeval_prune.distillation.host import NOTE, SCHEMA, VERSION, Host, TrainingExamples, read_note
 from lmeval_prune.distillation.losses import LayerMap
 from lmeval_prune.distillation.options import FIRST, PREVIOUS, DistillOptions
-from lmeval_prune.distillation.trainer import DistillTrainer, check_arguments
+from lmeval_prune.distillation.trainer import DistillTrainer, distillation_arguments
 from lmeval_prune.errors import InputError
 from lmeval_prune.interventions.plan import Plan
 from lmeval_prune.pruners.allocation import Budget, share_of, unit_pools
@@ -118,7 +118,7 @@ def check(host: Host) -> None:
             raise InputError(
                 "unit=head keeps zeroed heads in groups, which training would change; use group or balanced"
             )
-    check_arguments(options)
+    distillation_arguments(options, Path(options.output))
     if options.other_teacher:
         host.check_teacher(options.other_teacher)
 
@@ -131,11 +131,12 @@ def _run_stages(host: Host, progress: Work, target: Path) -> None:
     process.wait_for_everyone()
     if process.is_main_process:
         progress.begin()
-        print(f"texts: {_counts(examples.note)}", flush=True)
+        counts = {name: value for name, value in examples.note.items() if isinstance(value, int) or name == "prompts"}
+        print(f"texts: {counts}", flush=True)
     if options.asks_teacher and (options.epochs or not examples.questions):  # scores read answers to prompts alone
         examples = host.taught(examples, progress.folder)
         if process.is_main_process:
-            print(f"teacher: {_counts(examples.note['lessons'])}", flush=True)
+            print(f"teacher: {examples.note['lessons']}", flush=True)
     note = {"model": options.pretrained, "options": progress.settings, "material": examples.note, "stages": []}
     parent = options.pretrained
     for number in range(1, options.stages + 1):
@@ -143,13 +144,6 @@ def _run_stages(host: Host, progress: Work, target: Path) -> None:
         if not (folder / NOTE).is_file():
             _run_stage(host, examples, number, parent, note, progress.folder / f"stage{number}", folder)
         parent, note = str(folder), read_note(folder)
-
-
-def _counts(note: Mapping[str, Any]) -> str:
-    """Return the whole numbers of a note as text: `train 7, prompts (empty 1)`."""
-    parts = [f"{name} {value}" for name, value in note.items() if isinstance(value, int)]
-    parts += [f"{name} ({text})" for name, part in note.items() if isinstance(part, dict) and (text := _counts(part))]
-    return ", ".join(parts)
 
 
 # ---------------------------------------------------------------------- a stage
@@ -262,10 +256,7 @@ def stage_method(options: DistillOptions, stage: int, unpruned: ModelMap) -> tup
 
 
 def cut_stage(host: Host, model: Any, stage: int, examples: TrainingExamples, work: Path) -> Cut:
-    """Score a model and cut the scheduled share of a stage, which is nothing if earlier stages removed enough.
-
-    `model` is that of the previous stage. In `work` is what is finished, so that a killed run resumes.
-    """
+    """Score the previous stage's model and cut the scheduled share, which may be nothing; a killed run resumes."""
     options, backbone = host.options, host.backbone(model)
     model_map, removal = map_model(backbone), options.removal()
     if not removal.ratio and not removal.ffn_ratio:

@@ -234,13 +234,6 @@ UNSUITABLE_ARGUMENTS = {
 }
 
 
-def check_arguments(options: DistillOptions) -> None:
-    """Raise an `InputError` if a `trainer` argument is unsuitable."""
-    if unsuitable := UNSUITABLE_ARGUMENTS.intersection(options.trainer):
-        raise InputError(f"trainer: {', '.join(sorted(unsuitable))} does not suit distillation")
-    distillation_arguments(options, Path(options.output))  # transformers refuses others
-
-
 def distillation_arguments(
     options: DistillOptions,
     work: Path,
@@ -248,7 +241,9 @@ def distillation_arguments(
     validates: bool = False,
     best_by: tuple[str, bool] | None = None,
 ) -> TrainingArguments:
-    """Make transformers' arguments of a stage; each stage has its own seed."""
+    """Make transformers' arguments of a stage, with its own seed; `InputError` if one of `trainer` is unsuitable."""
+    if unsuitable := UNSUITABLE_ARGUMENTS.intersection(options.trainer):
+        raise InputError(f"trainer: {', '.join(sorted(unsuitable))} does not suit distillation")
     defaults = {"per_device_eval_batch_size": 16, "weight_decay": 0.01, "warmup_steps": 0.06, "max_grad_norm": 5.0}
     return training_arguments(
         work,

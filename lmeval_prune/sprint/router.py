@@ -213,12 +213,8 @@ def fit_embeddings(
 ) -> Router:
     """Fit a router from embeddings of shape (questions, width) and Z of shape (questions, pool).
 
-    Of all candidates the one with the highest mean of validation pass@1 … pass@8 is chosen, then by loss.
-
-    Args:
-        x, z, pool: embeddings, outcomes and the names of the columns.
-        encoder, options, about: name of the encoder, settings of the fit, and details for `router.json`.
-        groups: number of each row's group, whose rows are in the same split; by default each row is a group.
+    Of all candidates the one with the highest mean of validation pass@1 … pass@8 is chosen, then by loss. Rows with the
+    same number in `groups` are in the same split; `about` has further details for `router.json`.
     """
     method = options.method()
     validation, training = split(groups or range(len(z)), options.validation, options.seed)

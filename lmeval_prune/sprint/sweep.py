@@ -100,10 +100,7 @@ class SweptTask(ConfigurableTask):
         return None
 
     def process_results(self, doc: dict[str, Any], results: Sequence[Any]) -> dict[str, Any]:
-        """Score each try: whether it is right, and its extracted answer (empty if the task does not report it).
-
-        `InputError` if the metric is not 0 or 1.
-        """
+        """Score each try: whether it is right, and its extracted answer (empty if the task does not report it)."""
         scores = [super(SweptTask, self).process_results(doc, [response]) for response in results[0]]
         outcomes = [tries.is_right(self, score, self.metric) for score in scores]
         return {"outcomes": outcomes, "extracted": [str(score.get("extracted", "")) for score in scores]}

@@ -88,8 +88,7 @@ def _runs(words: Sequence[str], length: int) -> Iterator[tuple[str, ...]]:
 def split_by_question(problems: Sequence[T], questions: Iterable[Hashable], count: int) -> tuple[list[T], list[T]]:
     """Split problems into at most the first `count` and the others, with all problems of a question on one side.
 
-    Problems of one question stand together, where the first of them is. If each question has more than `count`
-    problems, those of the question with the fewest are split off.
+    If each question has more than `count` problems, those of the question with the fewest are split off.
     """
     groups: dict[Hashable, list[T]] = {}
     for problem, question in zip(problems, questions, strict=True):

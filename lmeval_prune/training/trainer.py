@@ -84,11 +84,8 @@ def _has_finite_weights(model: Any) -> bool:
 class ResumableTrainer(Trainer):
     """Trainer on batches of similar length.
 
-    Args:
-        model, arguments, collator, train, validation: as of transformers' Trainer.
-        lengths: numbers of tokens of the training examples.
-        score: returns further validation metrics, by their names in the log.
-        settings: further arguments of transformers' Trainer.
+    `lengths` are numbers of tokens of the training examples; `score` returns further validation metrics, by their names
+    in the log; `settings` are further arguments of transformers' Trainer.
     """
 
     def __init__(
@@ -200,14 +197,7 @@ def training_arguments(
 def draw(
     stages: Sequence[Mapping[str, Any]], lines: Mapping[str, tuple[str, str, str]], title: str, stem: Path
 ) -> None:
-    """Draw losses and validation accuracy by epoch as `stem.png` and `stem.svg`.
-
-    Args:
-        stages: each with its `log`; one that removes something also has `stage` and `removed`.
-        lines: label, colour and line style of each loss in the log.
-        title: of the figure.
-        stem: path without an ending.
-    """
+    """Draw losses and validation accuracy by epoch; `lines` are label, colour and line style of losses in the logs."""
     picture, axes = figure(7, 3.4, title)
     right = axes.twinx() if any(ACCURACY in row for stage in stages for row in stage["log"]) else None
     start, labels = 0.0, set[str]()

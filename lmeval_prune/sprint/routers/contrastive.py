@@ -29,10 +29,7 @@ def squared_distances(q: Tensor, v: Tensor) -> Tensor:
 def ranking_losses(q: Tensor, v: Tensor, z: Tensor) -> Tensor:
     """Return the first term of eq. 1 for each question that some head solves.
 
-    Args:
-        q: question embeddings (questions, p).
-        v: head embeddings (heads, p).
-        z: outcomes (questions, heads): 1, 0 or NaN (unknown).
+    The shapes are q (questions, p), v (heads, p) and z (questions, heads): 1, 0 or NaN (unknown).
     """
     solved = (z == 1).any(1)
     logits, z = -squared_distances(q[solved], v), z[solved]

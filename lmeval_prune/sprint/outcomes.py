@@ -15,10 +15,8 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +25,7 @@ import pyarrow as pa
 
 from lmeval_prune.artefacts import check_same, parse_json, read_artefact, read_table, write_artefact, write_table
 from lmeval_prune.errors import InputError
-from lmeval_prune.models.answer_store import Ending, cut_off_note, merge_lengths, read_answers, summarize_lengths
+from lmeval_prune.models.answer_store import cut_off_note, read_answers
 from lmeval_prune.models.head_router import attempt_order
 
 logger = logging.getLogger(__name__)
@@ -92,19 +90,6 @@ class Outcomes:
     tokens: np.ndarray | None = None
     cut: np.ndarray | None = None
 
-    @cached_property
-    def lengths(self) -> dict[str, Any]:
-        """Return the lengths of all answers, as `Lengths`; empty if they are not known."""
-        if self.tokens is None or self.cut is None:
-            return {}
-        endings: dict[str, list[Ending | None]] = defaultdict(list)
-        for row, column in np.argwhere(self.observed):
-            length, cut = self.tokens[row, column], self.cut[row, column]
-            ending = None if np.isnan(length) or np.isnan(cut) else Ending(int(length), bool(cut))
-            endings[self.questions[row]["task"]].append(ending)
-        generation = {name: self.tasks.get(name, {}).get("generation") or {} for name in endings}
-        return merge_lengths([summarize_lengths(endings[n], generation[n].get("max_gen_toks")) for n in endings])
-
     @property
     def warnings(self) -> list[str]:
         """Return why accuracies may mislead: columns of fewer questions, and answers that were cut off."""
@@ -115,7 +100,9 @@ class Outcomes:
                 f"columns have outcomes of different questions, e.g. {self.pool[column]} of {counts[column]} and not "
                 f"{counts.max()}; `lmeval-prune sweep` at all questions gives the others"
             )
-        if note := cut_off_note(self.lengths) if self.lengths else "":
+        limits = [(task.get("generation") or {}).get("max_gen_toks") or 0 for task in self.tasks.values()]
+        share = 0.0 if self.cut is None or np.isnan(self.cut).all() else float(np.nanmean(self.cut))
+        if note := cut_off_note({"cut_off": share, "max_gen_toks": max(limits, default=0)}):
             warnings.append(f"{note}; their accuracy reflects the limit, not the model")
         return warnings
 

@@ -144,8 +144,6 @@ def profile(
         text: text file on which the distance of the models from the first one is measured, as by `distance`; their
             tokenizers must be the same
     """
-    if not names:
-        raise InputError("name models: `lmeval-prune profile A B …`")
     if len(set(names)) < len(names):
         raise InputError("a model is named twice; name each once")
     if text:

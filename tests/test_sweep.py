@@ -265,7 +265,6 @@ def test_a_store_of_another_model_setting_or_version_is_refused(
         {"gen_kwargs": {"do_sample": True, "temperature": 0.7}},
         {"metric": "acc"},
         {"heads": "L9H0"},
-        {"model_args": {"responses": "x"}},
     ],
     ids=str,
 )

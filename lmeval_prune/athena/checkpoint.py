@@ -80,10 +80,7 @@ def head_state(model: Athena) -> dict[str, Tensor]:
 
 def describe(folder: str | os.PathLike[str]) -> dict[str, Any]:
     """Read the fields of `athena.json`; `InputError` if the folder is not an ATHENA."""
-    path = Path(folder) / SETTINGS
-    if not path.is_file():
-        raise InputError(f"{folder} is not an ATHENA (no {SETTINGS}); train one with `lmeval-prune athena train`")
-    return read_artefact(path, SCHEMA, SCHEMA_VERSION)[0]
+    return read_artefact(Path(folder) / SETTINGS, SCHEMA, SCHEMA_VERSION)[0]
 
 
 def read_settings(folder: str | os.PathLike[str]) -> AthenaSettings:

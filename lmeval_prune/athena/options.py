@@ -9,7 +9,6 @@ from annotated_types import Ge
 
 from lmeval_prune.checkpoints.embedded import ENCODER
 from lmeval_prune.config import Count, LearningRate, Natural, Seed, Settings, ShareBelowOne
-from lmeval_prune.errors import InputError
 
 
 @dataclass(frozen=True)
@@ -51,8 +50,3 @@ class TrainOptions(Settings):
     max_kept: Count = 60
     seed: Seed = 0
     data_dir: str | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.test in self.train:
-            raise InputError(f"test={self.test} is also a training split; leave it out of train")

@@ -78,9 +78,6 @@ class SweepOptions(Settings):
         super().__post_init__()
         if self.layers and self.heads:
             raise InputError("give layers or heads, not both")
-        for name in ("responses", "router"):
-            if name in self.model_args:
-                raise InputError(f"a sweep does not take the model argument {name}")
 
 
 @dataclass(frozen=True)

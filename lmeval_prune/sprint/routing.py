@@ -32,20 +32,15 @@ class Routing(HeadRouter):
         self._training_questions: frozenset[str] = frozenset()  # digests of the questions that the policy was made from
         self._repeated: set[str] = set()  # of these, what this run answers
         tasks: dict[str, Any] = {}  # settings of the tasks of the outcomes
+        if arguments.router_pool and self.source != "random":
+            raise InputError(f"router_pool is for router=random; router={self.source} has another pool")
         if self.source not in POLICIES:
-            if arguments.router_store or arguments.router_pool:
-                raise InputError("a fitted router has its own pool; leave out router_store and router_pool")
             router = Router.load(self.source)
             self.model, tasks = router.about.get("model", {}), router.about.get("tasks", {})
             self.policy, self._training_questions = nearest(router), frozenset(router.about.get("seen", ()))
-        elif arguments.router_pool:  # `fit_to` makes the policy, because the pool depends on the model's heads
-            if self.source != "random":
-                raise InputError(
-                    f"router_pool is for router=random; router={self.source} takes its pool from router_store"
-                )
-        elif not arguments.router_store:
-            raise InputError(f"router={self.source} needs router_store=FOLDER, an outcome store")
-        else:
+        elif not arguments.router_pool:  # else `fit_to` makes the policy, because the pool depends on the model's heads
+            if not arguments.router_store:
+                raise InputError(f"router={self.source} needs router_store=FOLDER, an outcome store")
             outcomes = OutcomeStore(arguments.router_store).read()
             self.model, tasks = outcomes.model, outcomes.tasks
             if self.source == "random":

@@ -351,18 +351,7 @@ FILES = {
 }
 
 
-def killed_and_resumed(options: DistillOptions, ends: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Distil up to a kill in the second stage, and if it ends, to the end."""
-    with monkeypatch.context() as patch:
-        killed_at(patch, recursion, "cut", 2)
-        with pytest.raises(Killed):
-            distill(options)
-    if ends:
-        distill(options)
-
-
-@pytest.mark.parametrize("ends", [False, True], ids=["killed", "complete"])
-@pytest.mark.parametrize("kind", ["athena", "language"])
+@pytest.mark.parametrize(("kind", "ends"), [("athena", True), ("language", False)])
 def test_what_was_read_may_not_change(
     kind: str, ends: bool, request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -372,7 +361,12 @@ def test_what_was_read_may_not_change(
     for source, target in ((options.pretrained, model), (options.data_dir, data), (options.pretrained, teacher)):
         shutil.copytree(source, target)
     options = replace(options, pretrained=str(model), teacher=str(teacher), data_dir=str(data), stages=2, epochs=0)
-    killed_and_resumed(options, ends, monkeypatch)
+    with monkeypatch.context() as patch:
+        killed_at(patch, recursion, "cut", 2)
+        with pytest.raises(Killed):
+            distill(options)
+    if ends:
+        distill(options)
     changes: list[tuple[str, Path, str, str]] = [
         ("problems", data / "asdiv.jsonl", '"body": "', '"body": "Look at '),
         ("problems", data / "asdiv.jsonl", "(things)", "(other things)"),

@@ -18,7 +18,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lmeval_prune import HeadMask, InputError
 from lmeval_prune.artefacts import digest
-from lmeval_prune.cli import main
 from lmeval_prune.models import answer_store as answer_store_module
 from lmeval_prune.models import identity as identity_module
 from lmeval_prune.models.answer_store import AnswerStore, read_answers
@@ -285,20 +284,3 @@ def test_any_generative_task_of_lm_eval_can_be_swept(tiny_folder: Path, tmp_path
     more = sweep(tiny_folder, tmp_path / "s", split="train", **options)
     assert more.texts == [*result.texts, *(f"train {i}+{i}?" for i in range(4))] and more.observed.all()
     assert more.tasks["mine"]["scored_splits"] == ["held"]  # whichever split was swept
-
-
-def test_the_command_reads_a_recipe(tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    recipe = tmp_path / "recipe.yaml"
-    recipe.write_text(
-        f"""
-sweep:
-  model_args: {{pretrained: {tiny_folder}, dtype: float64, device: cpu}}
-  tasks: prune_tiny_words
-  layers: [5, 10]
-  limit: 2
-  gen_kwargs: {{max_gen_toks: 4}}
-"""
-    )
-    output = ["--output", str(tmp_path / "s")]
-    assert main(["sweep", "--config", str(recipe), "--layers", "1", *output]) == 0
-    assert "2 questions, pool of 5" in capsys.readouterr().out

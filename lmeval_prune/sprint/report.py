@@ -25,7 +25,7 @@ from lmeval_prune.reporting.plot_style import COLOURS, figure, label_ends, save
 from lmeval_prune.reporting.statistics import holm, mean_interval, sign_flip_test
 from lmeval_prune.sprint.options import ReportOptions
 from lmeval_prune.sprint.outcomes import Outcomes, OutcomeStore, check_tasks, question_field
-from lmeval_prune.sprint.router import Policy, Router, best, nearest, random_top
+from lmeval_prune.sprint.router import Policy, Router, best, random_top
 from lmeval_prune.tasks.tries import pass_unbiased
 
 logger = logging.getLogger(__name__)
@@ -40,7 +40,7 @@ def write_report(options: ReportOptions) -> Path:
     for note in notes:
         logger.warning("%s", note)
     pool = router.pool if router else test.pool
-    curves = [policy_curve("SPRINT router", nearest(router), test, n)] if router else []
+    curves = [policy_curve("SPRINT router", router, test, n)] if router else []
     if train:
         curves.append(policy_curve("best of training", best(train), test, n))
         top = random_top(train, options.shortlist, options.seed).pool
@@ -167,7 +167,7 @@ class Curve:
         return None if self.tokens is None else self.tokens.mean(0)
 
 
-def policy_curve(name: str, policy: Policy, outcomes: Outcomes, n: int) -> Curve:
+def policy_curve(name: str, policy: Policy | Router, outcomes: Outcomes, n: int) -> Curve:
     """Compute pass@k of a policy whose try i is the i-th of its order."""
     attempts = [order[:n] for order in policy.order(outcomes.texts)]
     part = outcomes.columns(list(dict.fromkeys(attempt for row in attempts for attempt in row)))

@@ -256,37 +256,30 @@ def fit_embeddings(
 
 @dataclass(frozen=True)
 class Policy:
-    """An order of a pool for each question."""
+    """An order of a pool for each question; a router is one, too."""
 
     pool: list[str]  # names of the heads, and perhaps `dense`
-    identity: dict[str, Any]  # determines the order; JSON
     order: Callable[[Sequence[str]], list[list[str]]]  # of questions: an order of the pool each, first choice first
-    note: str = ""  # warning about its results
 
 
-def nearest(router: Router) -> Policy:
-    identity = {"policy": "router", "router_sha256": router.sha256, "encoder": router.encoder}
-    return Policy(router.pool, identity, router.order)
-
-
-def random_order(pool: list[str], seed: int = 0, name: str = "random") -> Policy:
+def random_order(pool: list[str], seed: int = 0) -> Policy:
     def order(questions: Sequence[str]) -> list[list[str]]:
         return [random.Random(digest([seed, question])).sample(pool, len(pool)) for question in questions]
 
-    return Policy(pool, {"policy": name, "pool": pool, "seed": seed}, order)
+    return Policy(pool, order)
 
 
 def random_top(outcomes: Outcomes, size: int, seed: int = 0) -> Policy:
     """Order at random the `size` heads that together solve most training questions: the paper's random baseline."""
     chosen = greedy_cover(outcomes.z, min(size, len(outcomes.pool)))
-    return random_order([outcomes.pool[j] for j in chosen], seed, "random_top")
+    return random_order([outcomes.pool[j] for j in chosen], seed)
 
 
 def best(outcomes: Outcomes) -> Policy:
     """Order by training accuracy, the same for all questions; ties by pool order."""
     accuracy = np.nan_to_num(outcomes.accuracy(), nan=-1.0)
     pool = [outcomes.pool[j] for j in np.argsort(-accuracy, kind="stable")]
-    return Policy(pool, {"policy": "best", "pool": pool}, lambda questions: [pool for _ in questions])
+    return Policy(pool, lambda questions: [pool for _ in questions])
 
 
 def oracle(outcomes: Outcomes) -> Policy:
@@ -299,8 +292,7 @@ def oracle(outcomes: Outcomes) -> Policy:
         z = np.nan_to_num(outcomes.z[[row_of[question] for question in questions]], nan=0.0)
         return [[outcomes.pool[j] for j in row] for row in np.argsort(-z, axis=1, kind="stable")]
 
-    identity = {"policy": "oracle", "outcomes": digest(np.nan_to_num(outcomes.z, nan=-1).tolist())}
-    return Policy(outcomes.pool, identity, order, "not a method: it uses the outcomes of the questions that it answers")
+    return Policy(outcomes.pool, order)
 
 
 def greedy_cover(z: np.ndarray, size: int) -> list[int]:

@@ -13,7 +13,7 @@ from lmeval_prune.interventions.table import check_weights
 from lmeval_prune.models.arguments import Arguments
 from lmeval_prune.models.head_router import DENSE, POLICIES, HeadRouter, attempt_order
 from lmeval_prune.sprint.outcomes import OutcomeStore, question_field
-from lmeval_prune.sprint.router import Policy, Router, best, nearest, oracle, random_order, random_top
+from lmeval_prune.sprint.router import Policy, Router, best, oracle, random_order, random_top
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +27,8 @@ class Routing(HeadRouter):
         self.source = str(arguments.router)
         self._random_pool, self._seed = arguments.router_pool, arguments.router_seed
         self.orders: dict[str, list[str]] = {}  # by question
-        self.policy: Policy
+        self.policy: Policy | Router
+        self._about: dict[str, Any] = {"policy": self.source, "seed": self._seed}  # for the results file
         self.model: dict[str, Any] = {}  # identity of the model that the router or the outcomes were made for
         self._training_questions: frozenset[str] = frozenset()  # digests of the questions that the policy was made from
         self._repeated: set[str] = set()  # of these, what this run answers
@@ -37,7 +38,8 @@ class Routing(HeadRouter):
         if self.source not in POLICIES:
             router = Router.load(self.source)
             self.model, tasks = router.about.get("model", {}), router.about.get("tasks", {})
-            self.policy, self._training_questions = nearest(router), frozenset(router.about.get("seen", ()))
+            self._about = {"policy": "router", "router_sha256": router.sha256, "encoder": router.encoder}
+            self.policy, self._training_questions = router, frozenset(router.about.get("seen", ()))
         elif not arguments.router_pool:  # else `fit_to` makes the policy, because the pool depends on the model's heads
             if not arguments.router_store:
                 raise InputError(f"router={self.source} needs router_store=FOLDER, an outcome store")
@@ -110,7 +112,7 @@ class Routing(HeadRouter):
     @property
     def info(self) -> dict[str, Any]:
         """Return the description of the policy for the results file."""
-        note = {"note": self.policy.note} if self.policy.note else {}
-        identity = {**self.policy.identity, "question_field": self.question_field}
-        repeated = {"training_questions": len(self._repeated)} if self._repeated else {}
-        return {"source": self.source, "pool": list(self.pool), **identity, **note, **repeated}
+        info = {"source": self.source, "pool": list(self.pool), **self._about, "question_field": self.question_field}
+        if self.source == "oracle":
+            info["note"] = "not a method: it uses the outcomes of the questions that it answers"
+        return info | ({"training_questions": len(self._repeated)} if self._repeated else {})

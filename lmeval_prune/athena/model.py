@@ -43,7 +43,6 @@ class AthenaOutput(ModelOutput):
 
     reason: Tensor | None = None  # logits of all candidates, by step
     answer: Tensor | None = None  # logits of all kept thoughts
-    candidate_problem: Tensor | None = None  # problem index of each candidate
     kept_problem: Tensor | None = None  # problem index of each kept thought
     attentions: tuple[Tensor, ...] | None = None  # the encoder's attention maps, if requested
 
@@ -223,7 +222,6 @@ class Athena(nn.Module):
         return AthenaOutput(
             reason=torch.cat(logits),
             answer=self.conclude(state, state.kept, state.kept_problem),
-            candidate_problem=torch.cat([step["problem"] for step in steps]),
             kept_problem=state.kept_problem,
             attentions=encoded.attentions if output_attentions else None,
         )

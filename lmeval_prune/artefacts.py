@@ -19,14 +19,13 @@ import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from errno import ENOLCK, ENOSYS, ENOTSUP, EOPNOTSUPP
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import IO, Any
 from urllib.parse import quote
 
 from filelock import FileLock, Timeout
-from typing_extensions import TypedDict
 
 from lmeval_prune import __version__
 from lmeval_prune.errors import InputError, check_exists, first_line, report_write_errors
@@ -37,13 +36,10 @@ ENVELOPE = ("schema", "schema_version", "created_by")  # fields of every artefac
 NONFINITE_REMEDY = "numbers are outside the range of the model's type: give its weights in float32 or bfloat16"
 TEMPORARY_PREFIX = ".lmeval-prune-"  # of temporary folders and locks
 SETTINGS = "settings.json"
-TABLES = (".json", ".csv", ".tsv")  # endings of files whose texts are not told apart from the rest
 _LOCK_TIMEOUT = 0.2  # seconds; the removal of leftovers holds locks for a moment
-_CREATE_ATTEMPTS = 20
 _NO_LOCK_SUPPORT = (ENOLCK, ENOSYS, ENOTSUP, EOPNOTSUPP)
 _MAX_NAME_BYTES = 200  # file systems allow 255; a suffix may follow
 PathLike = str | os.PathLike[str]
-T = TypeVar("T")
 
 
 # ---------------------------------------------------------------------- digests and names
@@ -61,10 +57,7 @@ def without_addresses(text: str) -> str:
 
 
 def content_digest(path: PathLike) -> str:
-    """Return the first 16 hexadecimal digits of the SHA-256 of a file, or of a folder's file names and contents.
-
-    Names that begin with a dot (locks, temporary files) and the location of the file or folder are ignored.
-    """
+    """Return a digest of a file, or of a folder's file names and contents but for names that begin with a dot."""
     path = Path(path)
     if path.is_dir():
         files = [(file.relative_to(path).as_posix(), file) for file in sorted(path.rglob("*")) if file.is_file()]
@@ -74,15 +67,14 @@ def content_digest(path: PathLike) -> str:
 
 
 def files_digest(paths: Iterable[Path]) -> str:
-    """Return a digest of files by their names and contents; their folders are ignored."""
     return digest(sorted([path.name, content_digest(path)] for path in paths))
 
 
 def file_name(name: str) -> str:
     """Convert a name (of a task, a variant, …) to a file name that stays in its folder.
 
-    Ordinary names are unchanged. Separators, unprintable characters and a leading dot are percent-encoded (`%2F`).
-    The end of a long name is replaced by a digest.
+    Separators, unprintable characters and a leading dot are percent-encoded (`%2F`), the end of a long name is replaced
+    by a digest.
     """
     text = "".join(
         character
@@ -118,39 +110,30 @@ def read_artefact(
 
 
 def read_json(path: PathLike, fields: Any = dict[str, Any]) -> Any:
-    """Read a JSON file and check the type of its value; see `validate_json`."""
     check_exists(path, file=True)
     return validate_json(parse_json(Path(path).read_bytes(), path), fields, path)
 
 
-def read_lines(path: PathLike, fields: Any = dict[str, Any]) -> list[Any]:
-    """Read the lines of a JSON Lines file that are not blank and check the type of each value; see `validate_json`."""
+def read_lines(path: PathLike) -> list[Any]:
+    """Read the lines of a JSON Lines file that are not blank."""
     check_exists(path, file=True)
     lines = enumerate(Path(path).read_bytes().split(b"\n"), 1)
-    named = ((f"line {number} of {path}", line) for number, line in lines if line.strip())
-    return [validate_json(parse_json(line, name), fields, name) for name, line in named]
-
-
-class _Document(TypedDict):
-    text: str | None
+    return [parse_json(line, f"line {number} of {path}") for number, line in lines if line.strip()]
 
 
 def read_texts(path: PathLike) -> list[str]:
     """Read the texts of a file: the field `text` of each line of a .jsonl file, else the whole file."""
     path = Path(path)
     if path.suffix == ".jsonl":
-        return [row["text"] or "" for row in read_lines(path, _Document)]
+        return [row["text"] or "" for row in read_lines(path)]
     check_exists(path, file=True)
-    if path.suffix in TABLES:
+    if path.suffix in (".json", ".csv", ".tsv"):
         raise InputError(f"{path} is no text; name a text file, or .jsonl with a field `text` in each line")
     return [path.read_text(encoding="utf-8")]
 
 
 def parse_json(data: bytes | str, path: object) -> Any:
-    """Parse a JSON text; the `InputError` for invalid JSON names `path`.
-
-    Numbers with thousands of digits and very deep nesting are refused.
-    """
+    """Parse a JSON text; numbers with thousands of digits and very deep nesting are refused."""
     import pydantic_core
 
     try:
@@ -160,10 +143,7 @@ def parse_json(data: bytes | str, path: object) -> Any:
 
 
 def validate_json(value: Any, kind: Any, path: object) -> Any:
-    """Check a JSON value against a type, e.g. `list[str]` or a `TypedDict`, and return the value.
-
-    The `InputError` for another type names `path` and the field.
-    """
+    """Check a JSON value against a type, e.g. `list[str]` or a `TypedDict`, and return it."""
     from pydantic import ValidationError
 
     try:
@@ -199,24 +179,13 @@ def read_tensors(path: PathLike, sha256: str | None = None) -> dict[str, Any]:
     return tensors
 
 
-def read_table(path: PathLike, schema: Any = None, remedy: str = "the store is damaged") -> Any:
-    """Read and validate a parquet file as an Arrow table; `InputError` if it is damaged.
-
-    A `schema` selects and casts columns; a missing file is then an empty table.
-    """
-    import pyarrow as pa
+def read_table(path: PathLike, schema: Any = None) -> Any:
+    """Read a parquet file as an Arrow table; a `schema` selects and casts columns, a missing file is then empty."""
     from pyarrow import parquet
 
-    try:
-        table = parquet.read_table(path)
-        table.validate(full=True)  # finds texts that are not UTF-8, too
-        return table if schema is None else table.select(schema.names).cast(schema)
-    except FileNotFoundError:
-        if schema is None:
-            raise
-        return schema.empty_table()
-    except (OSError, KeyError, UnicodeDecodeError, pa.ArrowException) as error:
-        raise InputError(f"{path} cannot be read ({first_line(error)}); {remedy}") from None
+    if schema is None:
+        return parquet.read_table(path)
+    return parquet.read_table(path).select(schema.names).cast(schema) if Path(path).exists() else schema.empty_table()
 
 
 def check_finite(tensors: Mapping[str, Any], name: object, remedy: str = "make it again") -> None:
@@ -237,11 +206,12 @@ def output_lock(path: PathLike, timeout: float = _LOCK_TIMEOUT) -> Iterator[None
     """
     with ExitStack() as stack:
         with report_write_errors(path):
+            target = Path(path).resolve()
+            has_read_only_parent = target.is_dir() and not os.access(target.parent, os.W_OK)
+            lock = lock_path(target / target.name if has_read_only_parent else target)
+            lock.parent.mkdir(parents=True, exist_ok=True)
             try:
-                target = Path(path).resolve()
-                has_read_only_parent = target.is_dir() and not os.access(target.parent, os.W_OK)
-                lock = lock_path(target / target.name if has_read_only_parent else target)
-                stack.enter_context(_in_folder(lock.parent, lambda: file_lock(lock, timeout, reentrant=True)))
+                stack.enter_context(file_lock(lock, timeout, reentrant=True))
             except Timeout:
                 raise InputError(f"another run is writing to {path}; wait for it, or name another output") from None
             _remove_leftovers(lock.parent, os.getpid())
@@ -249,7 +219,6 @@ def output_lock(path: PathLike, timeout: float = _LOCK_TIMEOUT) -> Iterator[None
 
 
 def lock_path(path: Path) -> Path:
-    """Return the path of the lock beside a file or folder."""
     return path.parent / f"{TEMPORARY_PREFIX}{file_name(path.name)}.lock"
 
 
@@ -280,58 +249,10 @@ def _warn_no_locks(reason: str) -> None:
     logger.warning("the file system has no locks (%s); let no two commands write the same output at once", reason)
 
 
-@contextmanager
-def _in_folder(folder: Path, block: Callable[[], AbstractContextManager[T]]) -> Iterator[T]:
-    """Enter a block that needs a folder: create it before, and remove it afterwards if it was new and is empty."""
-
-    def remove(folder: Path) -> None:
-        with suppress(OSError):
-            folder.rmdir()
-
-    missing = [parent for parent in (folder, *folder.parents) if not parent.exists()]
-    with ExitStack() as stack:
-        for parent in reversed(missing):
-            stack.callback(remove, parent)
-        yield create_folder(folder, lambda: stack.enter_context(block()))
-
-
-def create_folder(folder: Path, then: Callable[[], T] = lambda: None) -> T:  # type: ignore[assignment,return-value]
-    """Create a folder with its parents and call `then`; repeat if another process removed the empty folder."""
-    for attempts_left in reversed(range(_CREATE_ATTEMPTS)):
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            return then()
-        except (FileNotFoundError, FileExistsError):
-            if not attempts_left:
-                raise
-    raise AssertionError
-
-
 def cache_folder() -> Path:
     """Return the folder for what can be made again: `LMEVAL_PRUNE_CACHE`, or `lmeval-prune` in the user's cache."""
     default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lmeval-prune"
     return Path(os.environ.get("LMEVAL_PRUNE_CACHE") or default)
-
-
-@contextmanager
-def _temporary_folder(parent: Path) -> Iterator[Path]:
-    """Create a temporary folder that this process has locked, and remove it at the end.
-
-    It gets its name when it is locked. Where folders cannot be locked, those of killed processes stay.
-    """
-    _remove_leftovers(parent, os.getpid())
-    unlocked = Path(tempfile.mkdtemp(prefix=f".new{TEMPORARY_PREFIX}", dir=parent))
-    handle = os.open(unlocked, os.O_RDONLY)
-    try:
-        with suppress(OSError):
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        folder = unlocked.rename(parent / unlocked.name.removeprefix(".new"))
-        try:
-            yield folder
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
-    finally:
-        os.close(handle)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -369,7 +290,6 @@ def without_nan(value: Any) -> Any:
 
 
 def write_text(path: PathLike, text: str) -> None:
-    """Write a text file; see `write_bytes`."""
     write_bytes(path, text.encode("utf-8"))
 
 
@@ -411,14 +331,10 @@ def new_file(path: PathLike) -> Iterator[Path]:
 def new_folder(path: PathLike, check: Callable[[Path], object] | None = None) -> Iterator[Path]:
     """Write a folder atomically: yield a temporary path, which replaces the folder when the `with` block ends.
 
-    If the block raises, the old folder stays. The path is locked until then. Where the system cannot exchange two
+    If the block raises, the old folder stays. The path is locked until then. `check` is called with the path at the
+    beginning and just before the replacement, and raises an error to refuse it. Where the system cannot exchange two
     folders in one call, the old folder is renamed to `.NAME.before` for a moment. If the process is killed in this
     moment, the next call restores the old folder.
-
-    Args:
-        path: the folder, or a link to it.
-        check: called with the path at the beginning and just before the replacement; it raises an error to refuse the
-            path.
     """
     path = Path(path).resolve()
     before = path.parent / f".{path.name}.before"
@@ -459,21 +375,33 @@ def final_path(temporary: Path) -> Path:
 
 
 def open_append(path: Path) -> IO[str]:
-    """Open a text file for appending, but for one behind a symbolic link."""
+    """Open a text file for appending, but not behind a symbolic link."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
     return os.fdopen(os.open(path, flags, 0o666), "a", encoding="utf-8")
 
 
 @contextmanager
 def _temporary_path(path: Path, folder: bool = False) -> Iterator[Path]:
-    """Yield a path with the name of `path` in a temporary folder of this process, next to `path`."""
-    with ExitStack() as stack:
-        with report_write_errors(path):
-            if path.exists() and path.is_dir() != folder:
-                raise InputError(f"{path} is a {'file' if folder else 'folder'}; name another output")
-            parent = path.parent.absolute()
-            temporary = stack.enter_context(_in_folder(parent, lambda: _temporary_folder(parent)))
+    """Yield a path with the name of `path` in a temporary folder beside it, which this process has locked.
+
+    The folder gets its name when it is locked. Where folders cannot be locked, those of killed processes stay.
+    """
+    with report_write_errors(path):
+        if path.exists() and path.is_dir() != folder:
+            raise InputError(f"{path} is a {'file' if folder else 'folder'}; name another output")
+        parent = path.parent.absolute()
+        parent.mkdir(parents=True, exist_ok=True)
+        _remove_leftovers(parent, os.getpid())
+        unlocked = Path(tempfile.mkdtemp(prefix=f".new{TEMPORARY_PREFIX}", dir=parent))
+        handle = os.open(unlocked, os.O_RDONLY)
+        with suppress(OSError):
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        temporary = unlocked.rename(parent / unlocked.name.removeprefix(".new"))
+    try:
         yield temporary / path.name
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+        os.close(handle)
 
 
 def _exchange(path: Path, other: Path) -> bool:
@@ -503,11 +431,6 @@ class Work:
     `settings.json` holds everything that the parts depend on: resolved options, digests of model and data. With the
     same settings, a run uses what is there. With others, `restart` deletes it; else an `InputError` names the first
     setting that differs. Nothing is written before `begin`, or the first part.
-
-    Args:
-        folder: may not exist yet.
-        settings: a JSON value.
-        restart: whether parts of other settings, or of a damaged `settings.json`, are deleted.
     """
 
     def __init__(self, folder: Path, settings: Mapping[str, Any], restart: bool = False) -> None:
@@ -523,13 +446,12 @@ class Work:
             self.remove()
 
     def begin(self) -> None:
-        """Write the settings."""
         if not (self.folder / SETTINGS).exists():
             write_text(self.folder / SETTINGS, json.dumps(self.settings, indent=1) + "\n")
 
-    def path(self, name: str, ending: str = "safetensors") -> Path:
+    def path(self, name: str) -> Path:
         """Return the path of a part, whose name may have any characters."""
-        return self.folder / f"{file_name(name)}.{ending}"
+        return self.folder / f"{file_name(name)}.safetensors"
 
     def tensors(self, name: str) -> dict[str, Any] | None:
         """Return a part of tensors; None if it is missing or damaged."""
@@ -547,7 +469,6 @@ class Work:
         write_bytes(self.path(name), save(own))
 
     def remove(self) -> None:
-        """Delete the folder."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
 

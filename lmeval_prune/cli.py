@@ -1,6 +1,6 @@
 """The `lmeval-prune` command.
 
-A command is a function: its parameters are its options (see `options.py`), its return value is the exit status. The
+A command is a function: its parameters are its options (see `config.py`), its return value is the exit status. The
 commands of a package are in its `commands.py`, which imports nothing heavy before a command runs. A new command is a
 line in `COMMANDS`: its name of one or two words, and its function. A function with `*words` gets the unparsed words.
 """
@@ -103,7 +103,6 @@ def _run(name: str, words: Sequence[str]) -> int:
 
 
 def overview() -> str:
-    """List all commands with their summaries."""
     width = max(map(len, COMMANDS)) + 2
     lines = [f"  {name:{width}}{summary(resolve_name(target)).rstrip('.')}" for name, target in COMMANDS.items()]
     return "\n".join(["usage: lmeval-prune COMMAND [options]; COMMAND --help shows its options", "", *lines])

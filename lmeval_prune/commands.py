@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Len
 
-from lmeval_prune.config import Count, resolve_device
+from lmeval_prune.config import Count, command, resolve_device
 from lmeval_prune.errors import InputError, check_exists
 
 
@@ -21,6 +21,7 @@ def run(*words: str) -> int:
     return 0
 
 
+@command("name")
 def models(name: str | None = None, get: str | None = None) -> int:
     """List the embedded models and their folders, print the folder of a model, or install a model.
 
@@ -112,6 +113,7 @@ def mask(
     return 0
 
 
+@command("names")
 def profile(
     names: tuple[str, ...],
     output: str = "out/profile",
@@ -142,8 +144,6 @@ def profile(
         text: text file on which the distance of the models from the first one is measured, as by `distance`; their
             tokenizers must be the same
     """
-    if not names:
-        raise InputError("name models: `lmeval-prune profile A B …`")
     if len(set(names)) < len(names):
         raise InputError("a model is named twice; name each once")
     if text:

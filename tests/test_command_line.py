@@ -124,15 +124,6 @@ def run_as_rank(words: list[str], cwd: Path) -> int:
         return main(["run", *words])
 
 
-@pytest.mark.long
-def test_run_needs_no_bridge(tiny_folder: Path, tmp_path: Path) -> None:
-    """In a process of its own, which registers this package's model, task and scorers by itself."""
-    model = f"pretrained={tiny_folder},heads=L0H1,dtype=float64"
-    words = ["--model", "pruned-hf", "--model_args", model, "--tasks", "prune_tiny_words", "--limit", "1"]
-    done = call("-m", "lmeval_prune", "run", "run", *words, cwd=tmp_path, LMEVAL_PRUNE_NO_BRIDGE="1")
-    assert done.returncode == 0 and "exact_match" in done.stdout, done.stderr[-2000:]
-
-
 def test_two_ranks_on_cpu_share_the_work_and_give_the_same_metrics(tiny_folder: Path, tmp_path: Path) -> None:
     """By `lmeval_prune run`, which needs no bridge."""
     (tmp_path / "single").mkdir()
@@ -227,15 +218,7 @@ def test_masks_are_written_and_listed(tiny_folder: Path, tmp_path: Path, capsys:
     path, model = tmp_path / "mask.json", ["--pretrained", str(tiny_folder)]
     assert main(["mask", *model, "--heads", "L0H1-2", "--output", str(path)]) == 0
     assert "2 of 8 heads of tiny-llama" in capsys.readouterr().out
-    content = json.loads(path.read_text())
-    assert content["settings"] == {"heads": ["L0H1", "L0H2"]} and content["schema"] == "lmeval-prune/head-mask"
-    assert len(content["model"].pop("weights")) == 4  # as they are, and as the smaller types
-    assert content["model"] == {
-        "name": "tiny-llama",
-        "revision": "",
-        "model_type": "llama",
-        "heads": {"L0": [4, 2, 8], "L1": [4, 2, 8]},
-    }
+    assert json.loads(path.read_text())["settings"] == {"heads": ["L0H1", "L0H2"]}
     assert main(["heads", *model]) == 0
     listed = capsys.readouterr().out
     assert "8 heads in 2 attention layers of tiny-llama (llama)" in listed

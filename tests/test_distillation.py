@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 from transformers import AutoTokenizer
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from lmeval_prune import InputError, load_pretrained, map_model
 from lmeval_prune.athena import checkpoint, training
@@ -100,14 +99,9 @@ def killed_at(patch: pytest.MonkeyPatch, owner: Any, name: str, call: int) -> No
 # ---------------------------------------------------------------- stages
 
 
-def test_two_stages_of_athena(
-    athena: DistillOptions, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_stages_of_athena(athena: DistillOptions, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recursion, "draw", draw)
     note = distill(athena)
-    stdout = capsys.readouterr().out
-    assert "stage 2 of 2, epoch 2.00 of 2" in stdout
-    assert "at most about" in stdout
     first, second = note["stages"]
     assert [stage["removed"]["heads"] for stage in note["stages"]] == [2, 2]
     left = {label: len(heads) for label, heads in second["heads"].items()}
@@ -293,30 +287,19 @@ def whole(dense: TrainOptions, tmp_path_factory: pytest.TempPathFactory) -> Dist
     return options
 
 
-@pytest.mark.parametrize(
-    ("owner", "name", "call"),
-    [
-        (recursion, "cut", 2),
-        (DistillTrainer, "_save_rng_state", 2),
-        (recursion, "write_artefact", 2),
-    ],
-)
-def test_interrupted_distillation_ends_the_same(
-    whole: DistillOptions, tmp_path: Path, owner: Any, name: str, call: int
-) -> None:
+def test_interrupted_distillation_ends_the_same(whole: DistillOptions, tmp_path: Path) -> None:
+    """Killed in the second stage; one that is killed within a training is below."""
     again = replace(whole, output=str(tmp_path / "student"))
     with pytest.MonkeyPatch.context() as patch:
-        killed_at(patch, owner, name, call)
+        killed_at(patch, recursion, "cut", 2)
         with pytest.raises(Killed):
             distill(again)
     assert not (tmp_path / "student").exists()
-    stage = tmp_path / "student.distilling" / "stage1"
-    before = (stage / "distillation.json").read_bytes() if stage.is_dir() else b""
+    before = read_note(tmp_path / "student.distilling" / "stage1")
     distill(again)
     assert_same(whole.output, again.output)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["student"]
-    if before:
-        assert json.loads(before)["stages"] == read_note(Path(again.output))["stages"][:1]
+    assert before["stages"] == read_note(again.output)["stages"][:1]
 
 
 def test_a_single_update_has_a_learning_rate(language: DistillOptions) -> None:
@@ -368,18 +351,7 @@ FILES = {
 }
 
 
-def killed_and_resumed(options: DistillOptions, ends: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Distil up to a kill in the second stage, and if it ends, to the end."""
-    with monkeypatch.context() as patch:
-        killed_at(patch, recursion, "cut", 2)
-        with pytest.raises(Killed):
-            distill(options)
-    if ends:
-        distill(options)
-
-
-@pytest.mark.parametrize("ends", [False, True], ids=["killed", "complete"])
-@pytest.mark.parametrize("kind", ["athena", "language"])
+@pytest.mark.parametrize(("kind", "ends"), [("athena", True), ("language", False)])
 def test_what_was_read_may_not_change(
     kind: str, ends: bool, request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -389,7 +361,12 @@ def test_what_was_read_may_not_change(
     for source, target in ((options.pretrained, model), (options.data_dir, data), (options.pretrained, teacher)):
         shutil.copytree(source, target)
     options = replace(options, pretrained=str(model), teacher=str(teacher), data_dir=str(data), stages=2, epochs=0)
-    killed_and_resumed(options, ends, monkeypatch)
+    with monkeypatch.context() as patch:
+        killed_at(patch, recursion, "cut", 2)
+        with pytest.raises(Killed):
+            distill(options)
+    if ends:
+        distill(options)
     changes: list[tuple[str, Path, str, str]] = [
         ("problems", data / "asdiv.jsonl", '"body": "', '"body": "Look at '),
         ("problems", data / "asdiv.jsonl", "(things)", "(other things)"),
@@ -599,25 +576,6 @@ def test_models_with_fillers_are_refused(language: DistillOptions, tmp_path: Pat
         assert not cut(model, plan).manifest["stages"][-1]["removed"]["fillers"]
 
 
-def test_recomputed_activations_change_nothing(athena: DistillOptions, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An argument of transformers' trainer."""
-    recomputed: list[int] = []
-    original = GradientCheckpointingLayer.__call__
-
-    def called(self: Any, *args: Any, **named: Any) -> Any:
-        recomputed.append(self.gradient_checkpointing and self.training)
-        return original(self, *args, **named)
-
-    monkeypatch.setattr(GradientCheckpointingLayer, "__call__", called)
-    options = replace(athena, stages=1, epochs=1, ratio=0.25)
-    again = replace(options, trainer={"gradient_checkpointing": True}, output=f"{options.output}_again")
-    for each in (options, again):
-        recomputed.clear()
-        distill(each)
-        assert any(recomputed) == (each is again)
-    assert_same(options.output, again.output)
-
-
 def test_existing_files_at_the_output_are_kept(athena: DistillOptions, dense: TrainOptions) -> None:
     Path(athena.output).mkdir()
     (Path(athena.output) / "notes.txt").write_text("mine")
@@ -636,12 +594,9 @@ def test_the_command(athena: DistillOptions, tmp_path: Path, capsys: pytest.Capt
     )
     assert main(["distill", "--config", str(recipe)]) == 0
     stdout = capsys.readouterr().out
-    assert "2 heads removed, 2 of 8 heads in all;" in stdout and "less than" not in stdout
+    assert "2 heads removed;" in stdout
     assert main(["distill", "--config", str(recipe), "--epochs", "3"]) == 2
     assert "was made with " in capsys.readouterr().err
-    less = ["--method", "magnitude", "--options", "{}", "--ratio", "0.4", "--output", str(tmp_path / "less")]
-    assert main(["distill", "--config", str(recipe), *less]) == 0
-    assert "25.0% of the heads: less than --ratio 0.4, because only whole units" in capsys.readouterr().out
 
 
 @pytest.mark.long
@@ -671,5 +626,5 @@ def test_two_processes_equal_one(athena: DistillOptions, dense: TrainOptions, tm
              str(script), json.dumps(asdict(variant))],
             check=True, env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=300, capture_output=True, text=True,
         )  # fmt: skip
-        assert completed.stdout.count("stage 1 of 2, epoch 1.00 of 2") == 1
+        assert completed.stdout.count("stage 1 of 2: training") == 1
     assert_same(str(tmp_path / "of1"), str(tmp_path / "of2"), 1e-5)

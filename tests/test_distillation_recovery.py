@@ -16,8 +16,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from lmeval_prune import InputError, load_pretrained, map_model
 from lmeval_prune.checkpoints.loading import kept_layers
 from lmeval_prune.cli import main
-from lmeval_prune.distillation import language_host, recursion
-from lmeval_prune.distillation.lessons import QuestionSearch, read_prompts
+from lmeval_prune.distillation import language_host
 from lmeval_prune.distillation.losses import LayerMap
 from lmeval_prune.distillation.options import DistillOptions
 from lmeval_prune.distillation.recursion import distill, make_host
@@ -26,10 +25,9 @@ from lmeval_prune.interventions.plan import Plan
 from lmeval_prune.planning.own_answers import Answerer, OwnAnswer
 from lmeval_prune.pruners.calibration import encode, encode_continuation
 from lmeval_prune.surgery.cut import cut_to
-from lmeval_prune.training.questions import split_by_question
+from lmeval_prune.training.questions import QuestionSearch, split_by_question
 from tests.athena_hosts import language_options
-from tests.kills import Killed
-from tests.test_distillation import killed_at, losses
+from tests.test_distillation import losses
 from tests.test_own_answers import task_file
 from tests.tiny_models import tiny
 
@@ -167,36 +165,18 @@ def test_problems_that_ask_the_same_are_on_one_side(options: DistillOptions, tmp
     (tmp_path / "own" / "rows.jsonl").write_text("\n".join([json.dumps(rows[0])] * 20))
     with pytest.raises(InputError, match="are too few to train and validate"):
         make_host(own).examples()
-    rows = [{"question": "Say a number.", "answer": str(n)} for n in range(20)]
-    (tmp_path / "own" / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    examples = make_host(own).examples()
-    assert (len(examples.train), len(examples.validation)) == (16, 4)
 
 
-@pytest.mark.parametrize("ends", [False, True], ids=["killed", "complete"])
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"doc_to_text": "Now: {{question}}"},
-        {"target_delimiter": "\n"},
-    ],
-)
-def test_the_file_of_a_task_may_not_change(
-    options: DistillOptions, tmp_path: Path, changes: dict[str, Any], ends: bool
-) -> None:
-    """Neither within a distillation nor after it; what nothing of it is learned from may."""
+def test_the_file_of_a_task_may_not_change(options: DistillOptions, tmp_path: Path) -> None:
+    """Of a distillation that is complete; what nothing is learned from may."""
     path = Path(sums_with_a_test(tmp_path / "own"))
     own = replace(options, task=str(path), test=None, epochs=0)
-    with pytest.MonkeyPatch.context() as patch:
-        killed_at(patch, recursion, "cut", 1)
-        with pytest.raises(Killed):
-            distill(own)
-    if ends:
-        distill(own)
+    distill(own)
     before = json.loads(path.read_text())
-    path.write_text(json.dumps(before | changes))
-    with pytest.raises(InputError, match=r"student\S* was made with task_prompts="):
-        distill(own)
+    for changes in ({"doc_to_text": "Now: {{question}}"}, {"target_delimiter": "\n"}):
+        path.write_text(json.dumps(before | changes))
+        with pytest.raises(InputError, match=r"student\S* was made with task_prompts="):
+            distill(own)
     path.write_text(json.dumps(before | {"metadata": {"version": 2}}))
     assert len(distill(own)["stages"]) == 1
 
@@ -287,14 +267,15 @@ def test_an_answer_follows_its_prompt_without_a_further_space(tiny_folder: Path,
 def test_prompts_with_test_questions_are_left_out(options: DistillOptions, tmp_path: Path) -> None:
     question = "Ann has 3 red caps and 12 blue ones. Ben lost 4. How many caps has Ann?"
     search = QuestionSearch([question, "How much money is it now, all in all?"])
-    assert search.matches("They say: ann has 3 red caps, and 12 blue ones; Ben lost 4. How many?")
-    assert search.matches("… how much money is it now, all in all …")
-    assert not search.matches("Ann has 3 red caps and 13 blue ones. Ben lost 4.")
-    assert not search.matches("How much money is it?") and not QuestionSearch([]).matches("anything at all")
+    assert search.is_in("They say: ann has 3 red caps, and 12 blue ones; Ben lost 4. How many?")
+    assert search.is_in("… how much money is it now, all in all …")
+    assert not search.is_in("Ann has 3 red caps and 13 blue ones. Ben lost 4.")
+    assert not search.is_in("How much money is it?") and not QuestionSearch([]).is_in("anything at all")
     path = tmp_path / "prompts.jsonl"
     rows = [f"{question} " * 3, "Other words are here.", "More words are here."]
     path.write_text("".join(json.dumps({"prompt": row}) + "\n" for row in rows))
-    prompts, counts = read_prompts(replace(options, prompts=str(path)), make_host(options).tokenizer, search)
+    host = make_host(replace(options, prompts=str(path), task=None, test=None, answer="{}"))
+    prompts, counts = host.prompts([{"question": question}])  # type: ignore[attr-defined]
     assert counts["with_test_questions"] == 1 and counts["documents"] == 3
     assert {prompt.question.prompt for prompt in prompts if prompt.question} == {*rows[1:]}
 
@@ -303,14 +284,14 @@ def test_prompts_with_test_questions_are_left_out(options: DistillOptions, tmp_p
 def test_a_question_of_few_words_excludes_no_texts(question: str) -> None:
     search = QuestionSearch([question])
     texts = ("", "unrelated words", f"He asked: {question} Nobody knew the capital of France.", "???")
-    assert not any(search.matches(text) for text in texts if text != question)
-    assert search.is_prompt(question) == any(map(str.isalnum, question))
+    assert not any(search.is_in(text) for text in texts if text != question)
+    assert search.is_in(question) == any(map(str.isalnum, question))
 
 
 def test_characters_of_chinese_questions_are_words() -> None:
     search = QuestionSearch(["小明有3个苹果，买了5个，一共有多少？"])
-    assert search.matches("第一题。小明有3个苹果，买了5个，一共有多少？答：8个。")
-    assert not search.matches("小明有3个苹果，买了6个，一共有多少？")
+    assert search.is_in("第一题。小明有3个苹果，买了5个，一共有多少？答：8个。")
+    assert not search.is_in("小明有3个苹果，买了6个，一共有多少？")
 
 
 def test_a_short_test_question_in_the_task_s_words_is_left_out(options: DistillOptions, tmp_path: Path) -> None:

@@ -17,11 +17,8 @@ from lmeval_prune.grid.configuration import Grid
 from lmeval_prune.grid.folder import GridFolder
 from lmeval_prune.grid.run import run
 from lmeval_prune.models import answer_store
-from lmeval_prune.models.answer_store import AnswerStore, read_answers
-from lmeval_prune.sprint.outcomes import OutcomeStore
+from lmeval_prune.models.answer_store import AnswerStore
 from tests.test_grid import described, outcomes
-from tests.test_pruned_hf import model, requests
-from tests.test_sweep import sweep
 from tests.tiny_models import tiny
 
 
@@ -79,39 +76,6 @@ def test_a_full_disk_is_one_line_that_names_the_file(name: str, tmp_path: Path) 
         assert file in str(raised.value)
     assert not [path for path in tmp_path.rglob(".*") if path.suffix != ".lock"]
     write(tmp_path)
-
-
-def test_answers_that_did_not_fit_are_asked_again(tiny_folder: Path, tmp_path: Path) -> None:
-    expected = model(tiny_folder, batch_size=1).generate_until(requests("generate_until"))
-    with pytest.MonkeyPatch.context() as patch:
-        lm = model(tiny_folder, batch_size=1, responses=str(tmp_path / "s"))
-        add, left = AnswerStore.add, [2]
-
-        def add_some(self: AnswerStore, *arguments: Any) -> None:
-            if not left[0]:
-                self._file = Path("/dev/full").open("a")  # noqa: SIM115
-            left[0] -= 1
-            add(self, *arguments)
-
-        patch.setattr(AnswerStore, "add", add_some)
-        with pytest.raises(DiskError):
-            lm.generate_until(requests("generate_until"))
-        lm.close()
-    assert len(list(read_answers(tmp_path / "s"))) == 2
-    lm = model(tiny_folder, batch_size=1, responses=str(tmp_path / "s"))
-    assert lm.generate_until(requests("generate_until")) == expected
-    lm.close()
-
-
-def test_a_sweep_goes_on_when_there_is_room(tiny_folder: Path, tmp_path: Path) -> None:
-    options = {"heads": "L0H1", "limit": 2, "gen_kwargs": {"max_gen_toks": 4}}
-    for after in (1, 4, 3):
-        with pytest.MonkeyPatch.context() as patch:
-            fill(patch, after=after)
-            with pytest.raises(DiskError):
-                sweep(tiny_folder, tmp_path / "s", **options)
-    assert sweep(tiny_folder, tmp_path / "s", **options).observed.all()
-    assert OutcomeStore(tmp_path / "s").read().observed.all()
 
 
 def test_cells_of_a_full_disk_have_not_failed(tiny_folder: Path, tmp_path: Path) -> None:

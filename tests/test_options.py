@@ -13,13 +13,12 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
-import grimp
 import pytest
 import yaml
 
 from lmeval_prune.checkpoints import embedded
 from lmeval_prune.cli import COMMANDS, main
-from lmeval_prune.config import packaged, read_options
+from lmeval_prune.config import command, packaged, read_options
 from tests.conftest import ROOT
 from tests.test_command_line import call
 
@@ -41,6 +40,7 @@ class Oven:
     settings: dict[str, Any] = field(default_factory=dict)
 
 
+@command("name")
 def bake(
     dough: str,
     lambda_: tuple[float, ...] = (0.5, 1.0),
@@ -230,38 +230,6 @@ def test_the_versions_of_embedded_models_are_those_of_the_extra() -> None:
 
 
 # --------------------------------------------------------------------------- rooms
-
-
-@pytest.mark.long
-def test_without_a_router_nothing_of_sprint_is_imported() -> None:
-    done = call(
-        "-c",
-        "import sys\n"
-        "from lmeval_prune.models.arguments import Arguments, argument_names\n"
-        "from lmeval_prune.models.pruned_hf import PrunedHFLM\n"
-        "assert 'router_store' in argument_names()\n"
-        "def sprint(): return [name for name in sys.modules if name.startswith('lmeval_prune.sprint')]\n"
-        "Arguments.of({'heads': 'L0H0'})\n"
-        "print(sprint())\n"
-        "tries = Arguments.of({'router': 'random', 'router_pool': 'L0H0'}).router\n"
-        "print(type(tries).__name__, len(sprint()) > 1)\n",
-        cwd=ROOT,
-    )
-    assert done.stdout.splitlines() == ["[]", "Routing True"], done.stderr[-2000:]
-
-
-def test_the_linter_of_imports_sees_all_modules() -> None:
-    folders = {
-        "lmeval_prune": ROOT / "lmeval_prune",
-        **{f"lmeval_prune.{name}": ROOT / name for name in ("tasks", "kernels")},
-    }
-    files = {
-        ".".join([package, *path.relative_to(folder).with_suffix("").parts]).removesuffix(".__init__")
-        for package, folder in folders.items()
-        for path in folder.rglob("*.py")
-    }
-    assert {"lmeval_prune.tasks.loading", "lmeval_prune.kernels.dispatch"} < files
-    assert grimp.build_graph("lmeval_prune", cache_dir=None).modules == files
 
 
 def test_no_room_names_one_above_it() -> None:

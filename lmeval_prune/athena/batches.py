@@ -26,7 +26,6 @@ class EncodedProblem:
 
     @classmethod
     def of(cls, problem: Problem, tokenizer: Any, max_length: int) -> EncodedProblem:
-        """Tokenize a problem, and truncate its beginning to `max_length` tokens."""
         tokenizer.truncation_side = "left"
         ids = list(tokenizer(problem.masked(tokenizer.mask_token), truncation=True, max_length=max_length)["input_ids"])
         masks = [position for position, token in enumerate(ids) if token == tokenizer.mask_token_id]
@@ -36,7 +35,6 @@ class EncodedProblem:
         return cls(ids, tuple(zip(indices, masks, strict=True)), goal)
 
     def leaves(self, constants: Sequence[str]) -> list[Thought]:
-        """Return the leaf thoughts: the numbers, then the constants."""
         return [*(("num", index) for index, _ in self.numbers), *(("con", value) for value in constants)]
 
 

@@ -10,16 +10,15 @@ import os
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NotRequired
+from typing import Any
 
 import torch
 from safetensors.torch import save
 from torch import Tensor
 from transformers import AutoModel, AutoTokenizer
-from typing_extensions import TypedDict
 
 from lmeval_prune.architectures import map_model, position_limit
-from lmeval_prune.artefacts import new_folder, read_artefact, read_tensors, write_artefact, write_bytes
+from lmeval_prune.artefacts import ENVELOPE, new_folder, read_artefact, read_tensors, write_artefact, write_bytes
 from lmeval_prune.athena.model import Athena, AthenaSettings
 from lmeval_prune.checkpoints import embedded
 from lmeval_prune.checkpoints.loading import read_config, save_checkpoint, skeleton, skeleton_of, with_weights
@@ -27,18 +26,6 @@ from lmeval_prune.errors import InputError
 
 SCHEMA, SCHEMA_VERSION = "lmeval-prune/athena", 1
 SETTINGS, HEAD, ENCODER = "athena.json", "head.safetensors", "encoder"
-
-
-class Contents(TypedDict):
-    """Fields of `athena.json`."""
-
-    settings: dict[str, Any]  # fields of `AthenaSettings`
-    head_sha256: str
-    options: NotRequired[dict[str, Any]]  # fields of `TrainOptions`
-    contents: NotRequired[dict[str, str]]  # digests of the encoder and of the problems that were read
-    log: NotRequired[list[dict[str, float]]]
-    trained_on: NotRequired[list[str]]
-    validated_on: NotRequired[list[str]]
 
 
 def begin(name: str, **settings: Any) -> Athena:
@@ -86,35 +73,28 @@ def write(
 
 
 def head_state(model: Athena) -> dict[str, Tensor]:
-    """Return the weights of the head part, that is of all but the encoder."""
     state = model.state_dict()
     return {name: tensor.contiguous() for name, tensor in state.items() if not name.startswith("encoder.")}
 
 
 def describe(folder: str | os.PathLike[str]) -> dict[str, Any]:
     """Read the fields of `athena.json`; `InputError` if the folder is not an ATHENA."""
-    path = Path(folder) / SETTINGS
-    if not path.is_file():
-        raise InputError(f"{folder} is not an ATHENA (no {SETTINGS}); train one with `lmeval-prune athena train`")
-    return read_artefact(path, SCHEMA, SCHEMA_VERSION, Contents)[0]
+    return read_artefact(Path(folder) / SETTINGS, SCHEMA, SCHEMA_VERSION)[0]
 
 
 def read_settings(folder: str | os.PathLike[str]) -> AthenaSettings:
-    """Read the settings in `athena.json`; `InputError` if one is unknown or out of range."""
     return AthenaSettings.from_dict(describe(folder)["settings"], str(Path(folder) / SETTINGS))
 
 
 def read(folder: str | os.PathLike[str]) -> Athena:
     """Read a model in evaluation mode."""
     content, settings = describe(folder), read_settings(folder)
-    for key in ("schema", "schema_version", "created_by", "settings"):
-        content.pop(key, None)
-    state = read_tensors(Path(folder) / HEAD, content.pop("head_sha256"))
+    state = read_tensors(Path(folder) / HEAD, content["head_sha256"])
     tokenizer = AutoTokenizer.from_pretrained(Path(folder) / ENCODER, trust_remote_code=False)
     encoder = with_weights(skeleton_of(f"{folder}/{ENCODER}"), f"{folder}/{ENCODER}")
     model = Athena(settings, encoder, tokenizer).to(next(iter(state.values())).dtype)
     model.load_state_dict(state, strict=False)
     if set(state) != set(head_state(model)):
         raise InputError(f"the ATHENA in {folder} is incomplete: {HEAD} has other weights; train it again")
-    model.about = content
+    model.about = {key: value for key, value in content.items() if key not in (*ENVELOPE, "settings", "head_sha256")}
     return model.eval()

@@ -43,7 +43,6 @@ class AthenaOutput(ModelOutput):
 
     reason: Tensor | None = None  # logits of all candidates, by step
     answer: Tensor | None = None  # logits of all kept thoughts
-    candidate_problem: Tensor | None = None  # problem index of each candidate
     kept_problem: Tensor | None = None  # problem index of each kept thought
     attentions: tuple[Tensor, ...] | None = None  # the encoder's attention maps, if requested
 
@@ -148,18 +147,14 @@ class Thinking:
 
 
 class Athena(nn.Module):
-    """ATHENA: a head part over a stock transformers encoder.
-
-    Attributes:
-        about: training options, losses and questions, stored in `athena.json`.
-    """
+    """ATHENA: a head part over a stock transformers encoder."""
 
     accepts_loss_kwargs = True  # transformers' Trainer counts the labels of an accumulated batch
 
     def __init__(self, settings: AthenaSettings, encoder: Any, tokenizer: Any) -> None:
         super().__init__()
         self.settings, self.tokenizer = settings, tokenizer
-        self.about: dict[str, Any] = {}
+        self.about: dict[str, Any] = {}  # training options, losses and questions, stored in `athena.json`
         self.encoder = encoder
         self.transforms = nn.ModuleDict({name: FeedForward(settings) for name in TRANSFORMS})
         self.merges = nn.ModuleDict({name: Merge(settings) for name in MERGES})
@@ -168,7 +163,6 @@ class Athena(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Device of the weights."""
         return self.reason.score.weight.device
 
     def read(self, inputs: Mapping[str, Tensor], **settings: Any) -> tuple[Thinking, Any]:
@@ -217,13 +211,7 @@ class Athena(nn.Module):
     def forward(
         self, steps: list[dict[str, Any]], labels: Tensor | None = None, output_attentions: bool = False, **inputs: Any
     ) -> AthenaOutput:
-        """Return logits of teacher forcing, which keeps the candidates in the gold equation.
-
-        Args:
-            steps: output of `collate`, as are the other inputs.
-            labels: not used here; the loss reads them.
-            output_attentions: also return the encoder's attention maps, which need its eager attention.
-        """
+        """Return logits of teacher forcing, which keeps the candidates of the gold equation, of `collate`'s inputs."""
         state, encoded = self.read(inputs, **({"output_attentions": True} if output_attentions else {}))
         logits = []
         for step in steps:
@@ -234,7 +222,6 @@ class Athena(nn.Module):
         return AthenaOutput(
             reason=torch.cat(logits),
             answer=self.conclude(state, state.kept, state.kept_problem),
-            candidate_problem=torch.cat([step["problem"] for step in steps]),
             kept_problem=state.kept_problem,
             attentions=encoded.attentions if output_attentions else None,
         )

@@ -8,8 +8,7 @@ from typing import Annotated
 from annotated_types import Ge
 
 from lmeval_prune.checkpoints.embedded import ENCODER
-from lmeval_prune.config import Count, Decay, LearningRate, Natural, Positive, Seed, Settings, ShareBelowOne
-from lmeval_prune.errors import InputError
+from lmeval_prune.config import Count, LearningRate, Natural, Seed, Settings, ShareBelowOne
 
 
 @dataclass(frozen=True)
@@ -27,12 +26,8 @@ class TrainOptions(Settings):
         epochs: largest number of epochs
         patience: epochs without a better validation accuracy before training stops; 0: no early stopping
         batch: problems per step
-        accumulate: steps per update
         encoder_rate: learning rate of the encoder
         head_rate: learning rate of all other weights
-        decay: weight decay
-        warmup: share of the updates with a rising learning rate
-        clip: largest norm of the gradient
         dropout: dropout of all modules except the encoder
         max_kept: largest number of kept thoughts per problem
         seed: seed of weights, order, dropout and validation split
@@ -49,18 +44,9 @@ class TrainOptions(Settings):
     epochs: Count = 12
     patience: Natural = 0
     batch: Count = 8
-    accumulate: Count = 1
     encoder_rate: LearningRate = 1e-4
     head_rate: LearningRate = 3e-4
-    decay: Decay = 0.01
-    warmup: ShareBelowOne = 0.06
-    clip: Positive = 5.0
     dropout: ShareBelowOne = 0.2
     max_kept: Count = 60
     seed: Seed = 0
     data_dir: str | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.test in self.train:
-            raise InputError(f"test={self.test} is also a training split; leave it out of train")

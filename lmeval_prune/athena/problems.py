@@ -43,14 +43,9 @@ _NUMBER = re.compile(
 
 @dataclass(frozen=True)
 class Problem:
-    """A word problem, split into text and numbers.
+    """A word problem, split into text and numbers."""
 
-    Attributes:
-        pieces: the text before, between and after the numbers.
-        numbers: values of the numbers.
-    """
-
-    pieces: tuple[str, ...]
+    pieces: tuple[str, ...]  # the text before, between and after the numbers
     numbers: tuple[Fraction, ...]
 
     @classmethod
@@ -80,7 +75,6 @@ class Problem:
         return cls(tuple(pieces), tuple(values[-1] for values in numbers))
 
     def masked(self, mask: str) -> str:
-        """Return the lower-cased text with a mask token in place of each number."""
         return mask.join(piece.replace(mask, " ").lower() for piece in self.pieces)
 
 
@@ -128,7 +122,6 @@ class GroundedProblem:
             return None
 
     def steps(self, constants: Sequence[str]) -> int:
-        """Return the number of steps that reach the equation."""
         leaves = [*(("num", i) for i in range(len(self.problem.numbers))), *(("con", value) for value in constants)]
         return len(labelled_steps(leaves, *self.equation))
 
@@ -173,12 +166,10 @@ class ProblemSplit:
 
     @property
     def digest(self) -> str:
-        """Digest of the documents of the training and validation problems."""
         return documents_digest(*([item.document for item in part] for part in (self.train, self.validation)))
 
     @property
     def questions(self) -> TrainingQuestions:
-        """Digests of the training and validation questions."""
         return TrainingQuestions(
             *(question_keys(item.document for item in part) for part in (self.train, self.validation))
         )

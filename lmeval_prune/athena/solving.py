@@ -25,10 +25,7 @@ class Solution(NamedTuple):
 
 @torch.no_grad()
 def solve(model: Athena, problems: Sequence[EncodedProblem]) -> list[Solution]:
-    """Solve problems in a single batch; the model must be in evaluation mode.
-
-    A search ends when an answer is likely enough, a limit is reached, or there are no new candidates.
-    """
+    """Solve problems in a single batch; the model must be in evaluation mode."""
     if not problems:
         return []
     settings, constants = model.settings, len(model.settings.constants)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable, Iterable, Sequence
+from decimal import Decimal
 from fractions import Fraction
 from typing import Any, NamedTuple
 
@@ -23,16 +24,12 @@ SUM, PRODUCT, POWER, ATOM = range(4)  # precedence of an expression
 
 
 def merged(operator: str, first: Thought, second: Thought) -> Thought:
-    """Return the sum (`add`) or product (`mul`) of two thoughts."""
     parts = (thought[1:] if thought[0] == operator else (thought,) for thought in (first, second))
     return (operator, *sorted(part for terms in parts for part in terms))
 
 
 class Candidate(NamedTuple):
-    """A proposed thought and its operands.
-
-    The operands are indices of kept thoughts. Both are the same for a transform; for a leaf, both are its index.
-    """
+    """A proposed thought and its operands, indices of kept thoughts; both are the same for a transform and a leaf."""
 
     operator: str  # of `OPERATORS`
     first: int
@@ -45,46 +42,35 @@ class Expansion:
 
     Step 0 proposes the leaves: the problem's numbers, then the constants. Odd steps transform, even steps merge. A
     candidate has at least one operand that was kept since the last step of its kind, and is never a kept thought.
-
-    Attributes:
-        kept: kept thoughts in order.
-        depth: index of the next step.
     """
 
     def __init__(self, leaves: Sequence[Thought]) -> None:
         self.leaves = list(leaves)
-        self.kept: list[Thought] = []
-        self.depth = 0
+        self.kept: list[Thought] = []  # in order
+        self.depth = 0  # of the next step
         self._used = [0, 0]  # number of kept thoughts at the last merge and at the last transform
 
     @property
     def ended(self) -> bool:
-        """Whether the next step has no new operands."""
         return self.depth > 0 and self._used[self.depth % 2] == len(self.kept)
 
     def candidates(self) -> list[Candidate]:
         """Return the candidates of the next step without duplicates, grouped by operator."""
-        kept = set(self.kept)
-        candidates: dict[Thought, Candidate] = {}
-        for candidate in self._all():
-            if candidate.thought not in kept:
-                candidates.setdefault(candidate.thought, candidate)
-        return list(candidates.values())
-
-    def _all(self) -> Iterable[Candidate]:
+        kept, new = self.kept, range(self._used[self.depth % 2], len(self.kept))
         if self.depth == 0:
-            yield from (Candidate(leaf[0], index, index, leaf) for index, leaf in enumerate(self.leaves))
-            return
-        new = range(self._used[self.depth % 2], len(self.kept))
-        if self.depth % 2:
-            yield from (Candidate(op, i, i, (op, self.kept[i])) for op in TRANSFORMS for i in new)
-            return
-        for op in MERGES:
-            for j in new:
-                yield from (Candidate(op, i, j, merged(op, self.kept[i], self.kept[j])) for i in range(j + 1))
+            proposed = [Candidate(leaf[0], index, index, leaf) for index, leaf in enumerate(self.leaves)]
+        elif self.depth % 2:
+            proposed = [Candidate(op, i, i, (op, kept[i])) for op in TRANSFORMS for i in new]
+        else:
+            pairs = [(i, j) for j in new for i in range(j + 1)]
+            proposed = [Candidate(op, i, j, merged(op, kept[i], kept[j])) for op in MERGES for i, j in pairs]
+        first: dict[Thought, Candidate] = {}
+        for candidate in proposed:
+            first.setdefault(candidate.thought, candidate)
+        known = set(kept)
+        return [candidate for thought, candidate in first.items() if thought not in known]
 
     def keep(self, accepted: Iterable[Candidate]) -> None:
-        """End the step and keep some of its candidates."""
         self._used[self.depth % 2] = len(self.kept)
         self.kept += [candidate.thought for candidate in accepted]
         self.depth += 1
@@ -124,11 +110,7 @@ def parse(equation: str, leaf: Leaf) -> Equation:
     """Parse an equation over `+ - * / ^` and brackets; `ValueError` if it is malformed.
 
     Operations with some constants have a shorter thought: `t * 1` is `t`, `t * 2` is `t + t`, `t / 2` is a half, `1 /
-    t` is an inverse, `t ^ 2` is `t * t`.
-
-    Args:
-        equation: e.g. `(9+33)/7` or `n0 / ( x1 - n1 )`.
-        leaf: returns the thought of a literal number or a name; called from left to right.
+    t` is an inverse, `t ^ 2` is `t * t`. `leaf` returns the thought of a literal number or a name, from left to right.
     """
     try:
         tree = ast.parse(equation.replace("^", "**").strip(), mode="eval").body
@@ -254,10 +236,7 @@ def _format(thought: Thought, numbers: Sequence[Fraction]) -> tuple[str, int]:
 
 def _format_number(value: Fraction) -> tuple[str, int]:
     """Write a number as a finite decimal if possible, else as a fraction in brackets."""
-    for decimals in range(13):
-        scaled = value * 10**decimals
-        if scaled.denominator == 1:
-            digits = str(abs(scaled.numerator)).rjust(decimals + 1, "0")
-            text = f"{digits[:-decimals]}.{digits[-decimals:]}" if decimals else digits
-            return (f"-{text}", SUM) if value < 0 else (text, ATOM)
-    return f"({value.numerator}/{value.denominator})", ATOM
+    text = f"{Decimal(abs(value.numerator)) / value.denominator:f}"
+    if Fraction(text) != abs(value):
+        return f"({value.numerator}/{value.denominator})", ATOM
+    return (f"-{text}", SUM) if value < 0 else (text, ATOM)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Sequence
-from functools import cache, partial
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from torch import Tensor, cat, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
-from transformers import set_seed
+from transformers import EarlyStoppingCallback, set_seed
 
 from lmeval_prune.architectures import weights_fingerprint
 from lmeval_prune.artefacts import Work, check_same, digest, output_lock
@@ -23,14 +23,13 @@ from lmeval_prune.checkpoints.loading import checkpoint_identity, configuration_
 from lmeval_prune.reporting.plot_style import COLOURS
 from lmeval_prune.training.trainer import (
     ACCURACY,
-    Progress,
     ResumableTrainer,
-    digests,
     draw,
     result_settings,
     training_arguments,
 )
 
+DECAY = 0.01  # of weights but norms and biases
 # curves of the plot: key in the log, and label, colour and line style
 LINES = {"loss": ("training", COLOURS[0], "-"), "eval_loss": ("validation", COLOURS[1], "-")}
 
@@ -44,7 +43,6 @@ def task_loss(outputs: AthenaOutput, labels: Tensor, num_items_in_batch: Tensor 
 
 
 def count_solved(model: Athena, problems: Sequence[GroundedProblem]) -> int:
-    """Return how many problems a model solves; the model stays in evaluation mode."""
     texts = answers(model.eval(), [grounded.problem for grounded in problems])
     return sum(grounded.is_solved_by(text) for grounded, text in zip(problems, texts, strict=True))
 
@@ -57,22 +55,17 @@ def train(options: TrainOptions) -> Athena:
     """
     target = Path(options.output)
     work = target.with_name(f"{target.name}.training")
-    settings, split = result_settings(options), cache(lambda: ProblemSplit.load(options))
-    sources: dict[str, Callable[[], str]] = {
-        "encoder_checkpoint": lambda: digest(
-            [checkpoint_identity(options.encoder), configuration_digests(options.encoder)]
-        ),
-        "problems": lambda: split().digest,
+    settings, split = result_settings(options), ProblemSplit.load(options)
+    contents = {
+        "encoder_checkpoint": digest([checkpoint_identity(options.encoder), configuration_digests(options.encoder)]),
+        "problems": split.digest,
     }
     if target.exists():
         about = checkpoint.describe(target)
-        before = about.get("contents", {})
-        check_same({**about.get("options", {}), **before}, settings | digests(sources, before), target)
+        check_same({**about.get("options", {}), **about.get("contents", {})}, settings | contents, target)
     else:
         with output_lock(target):
-            contents = digests(sources)
-            progress = Work(work, settings | contents)
-            model = _trained(options, split(), progress)
+            model = _trained(options, split, Work(work, settings | contents))
             model.about |= {"options": settings, "contents": contents}
             checkpoint.write(model, target)
     shutil.rmtree(work, ignore_errors=True)
@@ -104,8 +97,7 @@ def _trained(options: TrainOptions, split: ProblemSplit, progress: Work) -> Athe
     arguments = training_arguments(
         progress.folder, best_by is not None, best_by, num_train_epochs=options.epochs, seed=options.seed,
         per_device_train_batch_size=options.batch, per_device_eval_batch_size=32,
-        gradient_accumulation_steps=options.accumulate, learning_rate=options.encoder_rate, weight_decay=options.decay,
-        warmup_steps=options.warmup, max_grad_norm=options.clip,
+        learning_rate=options.encoder_rate, weight_decay=DECAY, warmup_steps=0.06, max_grad_norm=5.0,
         restore_callback_states_from_checkpoint=bool(options.patience),
     )  # fmt: skip
     trainer = ResumableTrainer(
@@ -116,22 +108,16 @@ def _trained(options: TrainOptions, split: ProblemSplit, progress: Work) -> Athe
         validation,
         [len(example.problem.ids) for example in train],
         lambda: {ACCURACY: count_solved(model, split.validation) / len(split.validation)},
-        Progress(),
-        options.patience,
         compute_loss_func=task_loss,
     )
-    # AdamW with separate learning rates for encoder and head; norms and biases have no weight decay
-    decayed, groups = set(trainer.get_decay_parameter_names(model)), dict[tuple[bool, bool], list[nn.Parameter]]()
+    if options.patience:
+        trainer.add_callback(EarlyStoppingCallback(options.patience))
+    # AdamW with separate learning rates for encoder and head
+    decayed, groups = set(trainer.get_decay_parameter_names(model)), dict[tuple[float, float], list[nn.Parameter]]()
     for name, parameter in model.named_parameters():
-        groups.setdefault((name.startswith("encoder."), name in decayed), []).append(parameter)
-    parameters = [
-        {
-            "params": group,
-            "lr": options.encoder_rate if in_encoder else options.head_rate,
-            "weight_decay": options.decay if is_decayed else 0.0,
-        }
-        for (in_encoder, is_decayed), group in groups.items()
-    ]
+        rate = options.encoder_rate if name.startswith("encoder.") else options.head_rate
+        groups.setdefault((rate, DECAY if name in decayed else 0.0), []).append(parameter)
+    parameters = [{"params": group, "lr": rate, "weight_decay": decay} for (rate, decay), group in groups.items()]
     optimizer, settings = trainer.get_optimizer_cls_and_kwargs(arguments)
     trainer.optimizer = optimizer(parameters, **settings)
     progress.begin()

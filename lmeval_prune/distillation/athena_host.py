@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
-from typing_extensions import override
 
 from lmeval_prune.artefacts import digest
 from lmeval_prune.athena import checkpoint, training
@@ -40,50 +39,40 @@ class AthenaHost(Host):
                 raise InputError(f"{name} is for language models, and {options.pretrained} is an ATHENA; leave it out")
         self.settings = checkpoint.read_settings(options.pretrained)
 
-    @override
     def skeleton(self, folder: str) -> Any:
         return skeleton_of(str(Path(folder) / checkpoint.ENCODER))
 
-    @override
     def identity(self, folder: str) -> str:
         return digest([checkpoint.describe(folder)["head_sha256"], super().identity(f"{folder}/{checkpoint.ENCODER}")])
 
-    @override
     def configuration(self, folder: str) -> dict[str, str]:
         encoder = super().configuration(f"{folder}/{checkpoint.ENCODER}")
         settings = {checkpoint.SETTINGS: digest(checkpoint.describe(folder)["settings"])}
         return settings | {f"{checkpoint.ENCODER}/{name}": value for name, value in encoder.items()}
 
-    @override
     def check_teacher(self, folder: str) -> None:
         constants = checkpoint.read_settings(folder).constants
         if self.tokenizer_of(folder).get_vocab() != self.tokenizer.get_vocab() or constants != self.settings.constants:
             raise InputError(f"the teacher {folder} has another vocabulary or constants than {self.options.pretrained}")
 
-    @override
     def read(self, folder: str) -> nn.Module:
         return checkpoint.read(folder)
 
-    @override
     def write(self, model: Any, manifest: dict[str, Any], folder: Path, add_files: Callable[[Path], None]) -> None:
         if "trained_on" in manifest:
             model.about = {**model.about, **TrainingQuestions.from_artefact(manifest).to_artefact()}
         checkpoint.write(model, folder, manifest, add_files)
 
-    @override
     def backbone(self, model: Any) -> Any:
         return model.encoder
 
-    @override
     def with_backbone(self, model: Any, backbone: Any) -> Any:
         model.encoder = backbone
         return model
 
-    @override
     def backbone_folder(self, folder: Path) -> Path:
         return folder / checkpoint.ENCODER
 
-    @override
     def questions_of(self, folder: str) -> TrainingQuestions:
         return TrainingQuestions.from_artefact(checkpoint.describe(folder))
 
@@ -99,14 +88,11 @@ class AthenaHost(Host):
 
     @cached_property
     def split(self) -> ProblemSplit:
-        """Training and validation problems."""
         return ProblemSplit.load(self.split_options)
 
-    @override
-    def contents(self) -> dict[str, Callable[[], str]]:
-        return {"problems": lambda: self.split.digest}
+    def contents(self) -> dict[str, str]:
+        return {"problems": self.split.digest}
 
-    @override
     def examples(self) -> TrainingExamples:
         options, split = self.split_options, self.split
         test = load(options.data, options.test, options.data_dir)
@@ -126,15 +112,12 @@ class AthenaHost(Host):
             train, validation, [len(example.problem.ids) for example in train], note, split.validation
         )
 
-    @override
     def collate(self, examples: Sequence[Any]) -> dict[str, Any]:
         return collate(examples, len(self.settings.constants), self.tokenizer.pad_token_id)
 
-    @override
     def items(self, inputs: Mapping[str, Any]) -> int:
         return len(inputs["labels"])
 
-    @override
     def loss(self, outputs: Any, inputs: Mapping[str, Any], teacher: Any = None) -> dict[str, Tensor]:
         terms, temperature = {"task": training.task_loss(outputs, inputs["labels"], 1)}, self.options.temperature
         if teacher is not None:
@@ -144,6 +127,5 @@ class AthenaHost(Host):
             terms["response"] = reasons + choices
         return terms
 
-    @override
     def count_solved(self, model: Any, problems: Sequence[Any]) -> int | None:
         return None if self.options.best_by else training.count_solved(model, problems)

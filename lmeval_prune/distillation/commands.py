@@ -17,7 +17,6 @@ def distill(**options: Any) -> int:
     from lmeval_prune.architectures.names import compact_names
     from lmeval_prune.comparison.distance import cells
     from lmeval_prune.distillation import recursion
-    from lmeval_prune.pruners.allocation import share_of
     from lmeval_prune.reporting.quiet import silence_libraries
     from lmeval_prune.tasks.loading import included_folder
 
@@ -26,23 +25,16 @@ def distill(**options: Any) -> int:
     note = recursion.distill(settings)
     if not recursion.this_process().is_main_process:
         return 0
-    heads, total_heads = 0, note["stages"][0]["removed"]["heads_total"]
     for stage in note["stages"]:
-        removed = stage["removed"]
-        heads += removed["heads"]
-        counts = ((removed.get(name, 0), name) for name in ("heads", "channels", "blocks"))
+        counts = ((stage["removed"].get(name, 0), name) for name in ("heads", "channels", "blocks"))
         summary = ", ".join(f"{count} {name}" for count, name in counts if count) or "nothing"
         summary += f" ({compact_names(names)})" if (names := stage["removed_blocks"]) else ""
-        in_all = f", {heads} of {total_heads} heads in all" if removed["heads"] else ""
         left = f"{stage['parameters'] / 1e6:.2f} million parameters are left"
-        print(f"stage {stage['stage']}: {summary} removed{in_all}; {left}")
+        print(f"stage {stage['stage']}: {summary} removed; {left}")
         if distance := stage.get("distance"):
             kld, same = (cells(distance)[name] for name in ("mean KLD", "same top p (%)"))
             size = f"{distance['tokens']} tokens of {distance['documents']} texts"
             print(f"  from {settings.pretrained}: mean KLD {kld}, same top p {same}%, on {size}")
-    if settings.removal().budget == "heads" and heads < share_of(settings.ratio, total_heads):
-        share = f"{heads / total_heads:.1%} of the heads"
-        print(f"{share}: less than --ratio {settings.ratio:g}, because only whole units are removed")
     splits = note["material"]["splits"]
     if "data" in splits:
         task, model = f"prune_{splits['data']}_equation", "athena"

@@ -12,7 +12,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 from transformers import AutoTokenizer
-from typing_extensions import TypedDict
 
 from lmeval_prune.artefacts import read_artefact
 from lmeval_prune.checkpoints import embedded
@@ -24,22 +23,12 @@ from lmeval_prune.pruners.calibration import Batch, CalibrationText
 from lmeval_prune.training.questions import Document, TrainingQuestions, question_keys
 
 SCHEMA, VERSION = "lmeval-prune/distillation", 1
-NOTE = "distillation.json"  # beside the weights of a distilled model
+NOTE = "distillation.json"  # beside the weights: model, options, material (what is trained on), stages
 TASK_LOSS, SOLVED_THEN_LOSS = "eval_task", "eval_solved_then_loss"  # metrics in the log that choose the best epoch
 
 
-class Note(TypedDict):
-    """Fields of `distillation.json`."""
-
-    model: str
-    options: dict[str, Any]
-    material: dict[str, Any]
-    stages: list[dict[str, Any]]
-
-
 def read_note(folder: str | Path) -> dict[str, Any]:
-    """Read the `distillation.json` of a folder; `InputError` if it is missing or damaged."""
-    return read_artefact(Path(folder) / NOTE, SCHEMA, VERSION, Note)[0]
+    return read_artefact(Path(folder) / NOTE, SCHEMA, VERSION)[0]
 
 
 @dataclass(frozen=True)
@@ -58,12 +47,9 @@ class Host(ABC):
     """A kind of model that can be pruned and distilled.
 
     The *backbone* is the transformers model whose heads are pruned: the model itself, or its encoder.
-
-    Attributes:
-        choosing: (class variable) metric that chooses the best epoch by default, and whether higher is better.
     """
 
-    choosing: ClassVar[tuple[str, bool]] = (TASK_LOSS, False)
+    choosing: ClassVar[tuple[str, bool]] = (TASK_LOSS, False)  # the best epoch by default; whether higher is better
 
     def __init__(self, options: DistillOptions) -> None:
         self.options = options
@@ -99,24 +85,19 @@ class Host(ABC):
         return configuration_digests(folder)
 
     def backbone(self, model: Any) -> Any:
-        """Return the backbone of a model."""
         return model
 
     def with_backbone(self, model: Any, backbone: Any) -> Any:
-        """Return the model with another backbone."""
         return backbone
 
     def backbone_folder(self, folder: Path) -> Path:
-        """Return the backbone's folder in a model's folder."""
         return folder
 
     @cached_property
     def tokenizer(self) -> Any:
-        """Tokenizer of the model."""
         return self.tokenizer_of(self.options.pretrained)
 
     def tokenizer_of(self, folder: str) -> Any:
-        """Read a model's tokenizer."""
         path = self.backbone_folder(Path(embedded.resolve(folder)))
         return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
 
@@ -141,8 +122,8 @@ class Host(ABC):
         """Load training and validation examples; `InputError` if there are none, or if they contain the test."""
 
     @abstractmethod
-    def contents(self) -> dict[str, Callable[[], str]]:
-        """Return functions that return digests of what is trained on, by their names in the settings."""
+    def contents(self) -> dict[str, str]:
+        """Return digests of what is trained on, by their names in the settings."""
 
     @abstractmethod
     def questions_of(self, folder: str) -> TrainingQuestions:
@@ -153,8 +134,7 @@ class Host(ABC):
     ) -> TrainingQuestions:
         """Return the questions of this training, of the model and of the teacher; without epochs, of the model alone.
 
-        Raises:
-            InputError: model or teacher were trained on the test or on validation problems.
+        `InputError` if model or teacher were trained on the test or on validation problems.
         """
         is_trained = self.options.epochs > 0
         questions = questions if is_trained else TrainingQuestions()
@@ -175,10 +155,7 @@ class Host(ABC):
         return total
 
     def taught(self, examples: TrainingExamples, work: Path) -> TrainingExamples:
-        """Return examples of what the teacher answers, which one process asks once, and keeps in a file of `work`.
-
-        `InputError` if too little of it is kept.
-        """
+        """Return examples of what the teacher answers, which one process asks once, and keeps in a file of `work`."""
         raise NotImplementedError
 
     @abstractmethod
@@ -186,17 +163,14 @@ class Host(ABC):
         """Batch examples into the model's inputs, with `input_ids`, `attention_mask` and `labels`."""
 
     def calibration(self, examples: TrainingExamples, model: Any) -> CalibrationText:
-        """Draw training problems by the seed as calibration text of the pruner.
-
-        They are the problems with their targets, whatever a student learns; of prompts alone, the teacher's answers.
-        """
+        """Draw training problems with their targets, whatever is learned; of prompts alone, the teacher's answers."""
         drawn = self.drawn(examples.questions or examples.train)
         batches = [self.collate(drawn[start : start + 8]) for start in range(0, len(drawn), 8)]
         rows = tuple(Batch(x["input_ids"], x["attention_mask"], x["attention_mask"]) for x in batches)
         return CalibrationText(f"{len(drawn)} training problems", rows)
 
     def drawn(self, examples: Sequence[Any]) -> list[Any]:
-        """Draw as many examples by the seed as `calibration` says."""
+        """Draw as many examples by the seed as the pruner reads."""
         generator = torch.Generator().manual_seed(self.options.seed)
         order = torch.randperm(len(examples), generator=generator).tolist()
         return [examples[index] for index in order[: self.options.calibration]]

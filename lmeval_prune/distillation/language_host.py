@@ -1,4 +1,8 @@
-"""Distil causal language models on the answers of a task's training problems."""
+"""Distil causal language models on the answers of a task's training problems, and of the teacher to prompts.
+
+A problem that the teacher is asked gives its answer, if it is right, or else its target. A prompt gives the answer, if
+it has an end. Prompts with questions of the test are left out.
+"""
 
 from __future__ import annotations
 
@@ -14,16 +18,14 @@ import torch
 from accelerate import PartialState
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from typing_extensions import override
 
 from lmeval_prune.architectures import position_limit, takes_logits_to_keep
-from lmeval_prune.artefacts import digest, read_artefact, write_artefact
+from lmeval_prune.artefacts import digest, read_artefact, read_lines, write_artefact
 from lmeval_prune.checkpoints import embedded
 from lmeval_prune.checkpoints.loading import load_pretrained, read_manifest, save_checkpoint, skeleton_of
 from lmeval_prune.comparison import tokens
 from lmeval_prune.comparison.distance import cells
 from lmeval_prune.distillation.host import Host, TrainingExamples
-from lmeval_prune.distillation.lessons import QuestionSearch, Text, learned, read_prompts
 from lmeval_prune.distillation.losses import answer_divergence
 from lmeval_prune.distillation.options import DistillOptions
 from lmeval_prune.errors import InputError
@@ -34,6 +36,7 @@ from lmeval_prune.surgery.card import shown, write_checkpoint_card
 from lmeval_prune.tasks.loading import load_task, task_manager
 from lmeval_prune.tasks.prompts import answer_delimiter, exemplars_of, prompt_of, question_of, target_of, text_of
 from lmeval_prune.training.questions import (
+    QuestionSearch,
     TrainingQuestions,
     documents_digest,
     drop_test_questions,
@@ -47,6 +50,22 @@ TASK = "prune_asdiv_a_equation"  # default
 LESSONS, LESSONS_SCHEMA = "lessons.json", ("lmeval-prune/lessons", 1)  # texts and counts, by part of the examples
 COMPARED = 32  # validation problems on which the distance from the unpruned model is measured
 IGNORED = -100  # label of tokens without a loss
+
+
+class Text(NamedTuple):
+    """Token ids of a text, of which those from `start` on are learned.
+
+    A training problem has its question, and learns the task's target. A prompt that the teacher answers has a question
+    without a document, with its text (in the chat template, if that is used), and nothing to learn yet.
+    """
+
+    ids: list[int]
+    start: int
+    question: Question | None = None
+
+    @property
+    def is_problem(self) -> bool:
+        return self.question is not None and bool(self.question.document)
 
 
 class Rows(NamedTuple):
@@ -66,7 +85,6 @@ class LanguageHost(Host):
 
     # ------------------------------------------------------------------ models
 
-    @override
     def skeleton(self, folder: str) -> Any:
         skeleton = skeleton_of(folder)
         if getattr(skeleton.config, "is_encoder_decoder", False) or not skeleton.can_generate():
@@ -75,29 +93,24 @@ class LanguageHost(Host):
             )
         return skeleton
 
-    @override
     def check_teacher(self, folder: str) -> None:
         if vocabulary_digest(self.tokenizer_of(folder)) != vocabulary_digest(self.tokenizer):
             raise InputError(f"the teacher {folder} has another vocabulary than {self.options.pretrained}")
 
-    @override
     def check(self) -> None:
         super().check()
         if self.options.calibrate_on == "own" or self.options.train_on == "teacher":
             check_generative(self.task)
 
-    @override
     def read(self, folder: str) -> nn.Module:
         model: Any = load_pretrained(folder)
         wide: nn.Module = model.to(torch.promote_types(model.dtype, torch.float32))
         return wide
 
-    @override
     def write(self, model: Any, manifest: dict[str, Any], folder: Path, add_files: Callable[[Path], None]) -> None:
         parent = embedded.resolve(self.options.pretrained)
         save_checkpoint(folder, model, manifest, self.tokenizer, add_files, parent)
 
-    @override
     def write_card(self, model: Any, manifest: dict[str, Any], note: dict[str, Any], folder: Path) -> None:
         options, training = self.options, ""
         if options.epochs:
@@ -111,7 +124,6 @@ class LanguageHost(Host):
         title = Path(options.output).resolve().name
         write_checkpoint_card(folder, title, model, manifest, (options.pretrained, None), True, training)
 
-    @override
     def questions_of(self, folder: str) -> TrainingQuestions:
         return TrainingQuestions.from_artefact(read_manifest(embedded.resolve(folder)) or {})
 
@@ -124,14 +136,12 @@ class LanguageHost(Host):
 
     @property
     def max_length(self) -> int:
-        """Largest number of tokens of a text that is learned."""
         return min(self.options.max_length, self.fewest_positions[1] or self.options.max_length)
 
     # ------------------------------------------------------------------ data
 
     @cached_property
     def task(self) -> Any:
-        """The lm-eval task with the training problems."""
         metadata = {"data_dir": self.options.data_dir} if self.options.data_dir else {}
         return load_task(task_manager(metadata), str(self.options.task))
 
@@ -173,7 +183,6 @@ class LanguageHost(Host):
         return Rows(drawn[: options.limit], test_rows, names.replace("+", ", "), repeated)
 
     def prompt(self, row: Mapping[str, Any]) -> str:
-        """Return lm-eval's prompt of a document."""
         return prompt_of(self.task, row, self.tokenizer if self.options.chat else None)
 
     @cached_property
@@ -184,16 +193,12 @@ class LanguageHost(Host):
             for row in self.rows.train
         ]
 
-    @override
-    def contents(self) -> dict[str, Callable[[], str]]:
-        def problems() -> str:
-            exemplars = exemplars_of(self.task) if self.options.task else []
-            tested = self.rows.test if self.options.prompts else []  # prompts are searched for these
-            return documents_digest(self.rows.train, tested, *filter(None, [exemplars]))
+    def contents(self) -> dict[str, str]:
+        exemplars = exemplars_of(self.task) if self.options.task else []
+        tested = self.rows.test if self.options.prompts else []  # prompts are searched for these
+        problems = documents_digest(self.rows.train, tested, *filter(None, [exemplars]))
+        return {"problems": problems, "task_prompts": digest(self.drawn_texts)}
 
-        return {"problems": problems, "task_prompts": lambda: digest(self.drawn_texts)}
-
-    @override
     def examples(self) -> TrainingExamples:
         options, rows = self.options, self.rows
         problems = list[Text]()
@@ -207,7 +212,7 @@ class LanguageHost(Host):
         prompts, counts = self.prompts(rows.test) if options.prompts else ([], {})
         first = short if options.task else prompts  # those of them that are validated on
         share = 0.1 if options.validation is None else options.validation
-        validation, remaining = split_by_question(first, self._wordings(first), round(share * len(first)))
+        validation, remaining = split_by_question(first, map(self._wording, first), round(share * len(first)))
         if not remaining or (share and not validation):
             raise InputError(f"{len(first)} texts are too few to train and validate; raise limit or max_length")
         train = [*remaining, *(prompts if options.task else [])]
@@ -227,59 +232,62 @@ class LanguageHost(Host):
         lengths = [len(text.ids) for text in train]
         return TrainingExamples(train, validation, lengths, note, problems=held_out, questions=asked)
 
-    def _wordings(self, texts: Sequence[Text]) -> list[Hashable]:
-        """Return what differs between texts of training and validation: the question of a problem; else all tokens.
-
-        A task may ask one question of all problems; then their tokens, among them the target's.
-        """
-        questions = [
-            normalised_question(text_of(self.task, text.question.document)) if text.question and text.is_problem else ""
-            for text in texts
-        ]
-        is_one = len({*questions}) == 1
-        return [tuple(text.ids) if is_one or not asked else asked for asked, text in zip(questions, texts, strict=True)]
+    def _wording(self, text: Text) -> Hashable:
+        """Return what differs between texts of training and validation: the question of a problem; else all tokens."""
+        if text.question and text.is_problem:
+            return normalised_question(text_of(self.task, text.question.document))
+        return tuple(text.ids)
 
     def prompts(self, test: Sequence[Mapping[str, Any]]) -> tuple[list[Text], dict[str, int]]:
-        """Return the prompts that the teacher answers, without test questions, and counts."""
-
-        def as_turn(prompt: str) -> str:
-            messages = [{"role": "user", "content": prompt}]
-            return str(self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
-
-        as_written = {self.prompt(row) for row in test} if self.options.task else ()
+        """Return the prompts that the teacher answers, without test questions and drawn by the seed, and counts."""
+        options, prompts = self.options, dict[str, Text]()
+        as_written = {self.prompt(row) for row in test} if options.task else ()
         search = QuestionSearch((str(row["question"]) for row in test), as_written)
-        return read_prompts(
-            self.options, self.tokenizer, search, as_turn if self.options.chat else str, self.max_length
-        )
+        lines = read_lines(str(options.prompts))
+        random.Random(options.seed).shuffle(lines)
+        counts = {"documents": 0, "with_test_questions": 0, "too_long": 0, "empty": 0, "repeated": 0}
+        for line in lines:
+            prompt = rendered = line["prompt"]
+            if options.chat:
+                turns = [{"role": "user", "content": prompt}]
+                rendered = str(self.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True))
+            spaced, ids = " ".join(prompt.split()), encode(self.tokenizer, rendered)
+            counts["documents"] += 1
+            if any(map(search.is_in, {prompt, rendered})):
+                counts["with_test_questions"] += 1
+            elif not spaced:
+                counts["empty"] += 1
+            elif spaced in prompts:
+                counts["repeated"] += 1
+            elif len(ids) >= self.max_length:
+                counts["too_long"] += 1
+            else:
+                prompts[spaced] = Text(ids, len(ids), Question(len(prompts), {}, rendered))
+            if len(prompts) == options.limit:
+                break
+        return list(prompts.values()), {"prompts": len(prompts), **counts}
 
     @cached_property
     def answerer(self) -> Answerer:
-        """Asks models the training problems."""
         options = self.options
         task = self.task if options.task and self.task.get_config("output_type") == "generate_until" else None
         sampling: dict[str, Any] = {"max_gen_toks": options.max_gen_toks, "seed": options.seed}
         return Answerer(task, self.tokenizer, responses_folder(None, Path(options.output)), **sampling)
 
-    @override
     def taught(self, examples: TrainingExamples, work: Path) -> TrainingExamples:
         process, path, asks_problems = PartialState(), work / LESSONS, self.options.train_on == "teacher"
         parts: dict[str, Sequence[Text]] = {"train": examples.train, "validation": examples.validation}
         if process.is_main_process and not path.is_file():
             print("asking the teacher", flush=True)
-            model: Any = self.read(self.options.other_teacher or self.options.pretrained)
-            asked, positions = (self.answerer, model.to(process.device)), self.fewest_positions[1]
-            room = math.inf if positions is None else positions - self.answerer.length
-            lessons = {}
+            teacher: Any = self.read(self.options.other_teacher or self.options.pretrained).to(process.device)
+            texts_of, counts_of = dict[str, Any](), dict[str, Any]()
             for part, texts in parts.items():
                 problems, prompts = ([text for text in texts if text.is_problem is each] for each in (True, False))
                 for name, own in ((part, problems if asks_problems else []), (f"{part}_prompts", prompts)):
                     if own:
-                        lessons[name] = learned(*asked, own, self.max_length, room)
-            content: dict[str, Any] = {
-                "texts": {name: [text[:2] for text in own] for name, (own, _) in lessons.items()}
-            }
-            content["counts"] = {name: counts for name, (_, counts) in lessons.items()}
-            write_artefact(path, *LESSONS_SCHEMA, content)
+                        lessons, counts_of[name] = self.learned(teacher, own)
+                        texts_of[name] = [text[:2] for text in lessons]
+            write_artefact(path, *LESSONS_SCHEMA, {"texts": texts_of, "counts": counts_of})
         process.wait_for_everyone()
         content, _ = read_artefact(path, *LESSONS_SCHEMA)
         answers, counts = content["texts"], content["counts"]
@@ -293,7 +301,36 @@ class LanguageHost(Host):
         note, lengths = {**examples.note, "lessons": counts}, [len(text.ids) for text in train]
         return replace(examples, train=train, validation=validation, lengths=lengths, note=note)
 
-    @override
+    def learned(self, teacher: Any, texts: Sequence[Text]) -> tuple[list[Text], dict[str, int]]:
+        """Ask the teacher problems, or prompts; return what is learned of its answers, and counts.
+
+        Kept is a right answer that has an end, of at most `max_length` tokens with its prompt. A problem without one
+        keeps its target. A prompt is too long to ask if it leaves no room for an answer; one of which the model read
+        the end alone is too long, too.
+        """
+        answerer, are_problems, positions = self.answerer, texts[0].is_problem, self.fewest_positions[1]
+        room = math.inf if are_problems or positions is None else positions - answerer.length
+        asked = [text for text in texts if len(text.ids) <= room]
+        questions = [text.question for text in asked if text.question]
+        if not are_problems:  # which may have the settings of a task
+            questions = [question._replace(number=number) for number, question in enumerate(questions)]
+            answerer = replace(answerer, source="prompts")
+        answers = answerer.answers(teacher, questions)
+        rights = answerer.outcomes(questions, answers) if are_problems else [True] * len(answers)
+        results = list[Text]()
+        counts = {"questions": len(texts), **({"right": sum(rights)} if are_problems else {})}
+        counts |= {"cut_off": sum(answer.cut_off for answer in answers), "too_long": len(texts) - len(asked), "kept": 0}
+        for text, answer, is_right in zip(asked, answers, rights, strict=True):
+            is_whole, ids = is_right and not answer.cut_off, [*answer.prompt, *answer.tokens]
+            fits = len(answer.prompt) >= text.start and len(ids) <= self.max_length
+            counts["too_long"] += is_whole and not fits
+            counts["kept"] += is_whole and fits
+            if is_whole and fits:
+                results.append(Text(ids, len(answer.prompt)))
+            elif are_problems:
+                results.append(Text(text.ids, text.start))
+        return results, counts | ({"unsolved": len(texts) - counts["kept"]} if are_problems else {})
+
     def calibration(self, examples: TrainingExamples, model: Any) -> CalibrationText:
         if self.options.calibrate_on == "task":
             return super().calibration(examples, model)
@@ -302,7 +339,6 @@ class LanguageHost(Host):
         name = f"own answers to {len(questions)} training problems"
         return calibration_text(name, self.answerer, answers, prompts_count=False)
 
-    @override
     def collate(self, examples: Sequence[Any]) -> dict[str, Any]:
         longest = max(len(text.ids) for text in examples)
         padding = self.tokenizer.pad_token_id if self.tokenizer.pad_token_id is not None else 0
@@ -322,10 +358,8 @@ class LanguageHost(Host):
 
     @cached_property
     def takes_logits_to_keep(self) -> bool:
-        """Whether the model can skip unused logits."""
         return takes_logits_to_keep(self.skeleton(self.options.pretrained))
 
-    @override
     def compared_texts(self, examples: TrainingExamples) -> list[tokens.Text]:
         # problems with their targets, one text each, whatever the student learns
         texts = examples.problems or examples.validation or examples.questions or examples.train
@@ -336,11 +370,9 @@ class LanguageHost(Host):
 
     # ------------------------------------------------------------------ losses
 
-    @override
     def items(self, inputs: Mapping[str, Any]) -> int:
         return int((inputs["labels"][:, 1:] != IGNORED).sum())
 
-    @override
     def loss(self, outputs: Any, inputs: Mapping[str, Any], teacher: Any = None) -> dict[str, Tensor]:
         terms = {"task": cross_entropy(*_answer_logits(outputs, inputs), reduction="sum")}
         if teacher is not None:

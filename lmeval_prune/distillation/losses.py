@@ -58,12 +58,8 @@ def attention_distance(
     `relative` divides the squared difference of each query by the teacher's square, Σ_k (A_s − A_t)² / Σ_k A_t², so
     that the sum over queries is 1 per token for a student whose maps are zero.
 
-    Args:
-        teacher: attention maps of each compared layer, shape (texts, heads, queries, keys).
-        student: attention maps of the student.
-        heads: for each layer, the teacher's head of each student's head.
-        real: mask of the tokens without padding, shape (texts, tokens).
-        relative: whether to divide by the teacher's squares.
+    The maps of each compared layer have the shape (texts, heads, queries, keys). `heads` are, for each layer, the
+    teacher's heads of the student's; `real` is the mask of the tokens without padding, shape (texts, tokens).
     """
     real = real.to(student[0].dtype)
     pairs = (real[:, :, None] * real[:, None, :])[:, None]
@@ -106,13 +102,7 @@ class LayerMap:
 
 
 class Features:
-    """The feature term: attention maps of a student, each beside that of its teacher's head.
-
-    Args:
-        layers: the teacher's layers and heads of the student's.
-        student, teacher: both models' layers; the student's maps lose their dropout.
-        relative: whether the difference is divided by the teacher's squares.
-    """
+    """The feature term: attention maps of a student, which lose their dropout, beside those of its teacher's heads."""
 
     def __init__(self, layers: LayerMap, student: ModelMap, teacher: ModelMap, relative: bool) -> None:
         self.relative = relative
@@ -122,7 +112,6 @@ class Features:
         turn_off_map_dropout(student)
 
     def term(self, target: Any, outputs: Any, real: Tensor) -> Tensor:
-        """Return the feature term, summed over real positions, from the outputs of teacher and student."""
         expected = [target.attentions[number] for number in self.teacher_numbers]
         return attention_distance(expected, outputs.attentions, self.heads, real, self.relative)
 

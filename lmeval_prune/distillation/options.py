@@ -24,45 +24,37 @@ class DistillOptions(Settings):
         ratio: share to remove in total, of all query heads, or as pruning's budget counts; 0: the model is only trained
         method: pruner of `lmeval-prune prune`, e.g. norm_entropy, slimgpt, block_kl or that of another package
         options: options of the method, e.g. alpha=0.5
-        pruning: other options of `lmeval-prune prune`, e.g. budget=parameters,parts=layers,steps=9 (default budget:
-            heads), and ffn_method, a pruner of channels. steps are those within a stage, each with new scores; p_min
-            and growth shape the schedule: after stage t of T, p_min + (ratio − p_min)·(t/T)^growth is removed
+        pruning: other options of `lmeval-prune prune`, e.g. budget=parameters,parts=layers (default budget: heads), and
+            ffn_method, a pruner of channels; steps are those within a stage, p_min and growth the schedule of stages
         stages: number of stages of pruning and training
         calibration: number of training problems that the pruner reads to compute scores
-        calibrate_on: (language models) task (training problems with the answers of the data) or own (with the answers
-            of the model that the stage prunes, whose tokens alone count)
-        teacher: previous (the model before each stage, Algorithm 2), first (the unpruned model teaches all stages) or
-            a model that teaches all stages; it must have the same tokenizer
+        calibrate_on: (language models) task (problems with their targets) or own (answers of the model that is pruned)
+        teacher: previous (the model before each stage, Algorithm 2), first (the unpruned model) or a model with the
+            same tokenizer
         terms: what is learned from the teacher: response (its answers), feature (its attention maps)
-        normalize: teacher (the feature term is divided by the teacher's squares, query by query) or none (as the
-            paper prints it)
+        normalize: teacher (the feature term is divided by the teacher's squares) or none (as the paper prints it)
         temperature: temperature τ of the response term
         distill_weight: λ₁, weight of the terms; 0 trains without a teacher
         task_weight: λ₂, weight of the task loss
         task: (language models) task with the training problems (default: prune_asdiv_a_equation, or with prompts none)
-        test: test split, whose questions are excluded from training (default: for an ATHENA, that of its training; for
-            a language model, the task's; of data in folds, fold0); all other folds are trained on
-        validation: share of the training problems used to choose the best epoch; 0 takes the last epoch (default: for
-            an ATHENA, that of its training; for a language model, 0.1)
+        test: test split, which is not trained on (default: an ATHENA's own, or the task's; of data in folds, fold0)
+        validation: share of the training problems that chooses the best epoch (default: an ATHENA's own, or 0.1)
         limit: number of training problems, and of prompts, drawn with the seed (default: all)
         chat: (language models) use the model's chat template
         answer: (language models) template of the answer; {} is replaced by the task's target
-        max_length: (language models) largest number of tokens in a training text, at most the positions of the models;
-            longer ones are left out
-        prompts: (language models) file of JSON lines with a `prompt`, which the teacher (previous: the unpruned model)
-            answers; its answers are learned beside the task's problems, or alone
-        train_on: (language models) task (targets of the data) or teacher (its answers, where the task's scorer finds
-            them right)
+        max_length: (language models) largest number of tokens in a training text; longer ones are left out
+        prompts: (language models) file of JSON lines with a `prompt`, whose answers by the teacher (previous: the
+            unpruned model) are learned beside the task's problems, or alone
+        train_on: (language models) task (targets of the data) or teacher (its answers, where they are right)
         max_gen_toks: (language models) tokens of a model's own answer at most (default: the task's, without one 256)
         epochs: number of epochs of a stage; 0 only prunes
         batch: problems per step
         rate: learning rate
-        best_by: what chooses the epoch whose weights are kept: loss (the task loss on validation problems) or none
-            (the last) (default: loss; for an ATHENA, the number of validation problems that it solves)
+        best_by: what chooses the epoch whose weights are kept: loss (on validation problems) or none (the last)
+            (default: loss; for an ATHENA, the number of validation problems that it solves)
         seed: random seed of the order of problems, dropout and the validation split
         trainer: other TrainingArguments of transformers, e.g. bf16=true,weight_decay=0 (defaults that differ from its
-            own: weight_decay 0.01, warmup_steps 0.06, max_grad_norm 5; save_steps: updates between checkpoints,
-            validations and logs, instead of an epoch)
+            own: weight_decay 0.01, warmup_steps 0.06, max_grad_norm 5; save_steps instead of an epoch)
         data_dir: folder with the data file (default: LMEVAL_PRUNE_DATA, or the public source if it is not set)
     """
 
@@ -122,17 +114,14 @@ class DistillOptions(Settings):
 
     @property
     def asks_teacher(self) -> bool:
-        """Whether the teacher answers training problems or prompts."""
         return self.train_on == "teacher" or self.prompts is not None
 
     @property
     def uses_teacher(self) -> bool:
-        """Whether the loss has a term that needs a teacher."""
         return self.distill_weight > 0 and bool(self.terms)
 
     @property
     def uses_attention_maps(self) -> bool:
-        """Whether the loss compares the attention maps of student and teacher (the feature term)."""
         return self.distill_weight > 0 and "feature" in self.terms
 
     @property
@@ -148,11 +137,5 @@ class DistillOptions(Settings):
 
     @property
     def methods(self) -> dict[str, dict[str, Any]]:
-        """The pruner of heads and, if it is another one, of channels, with their options."""
         others: dict[str, dict[str, Any]] = {self.pruning["ffn_method"]: {}} if "ffn_method" in self.pruning else {}
         return {self.method: self.options} | others
-
-    @property
-    def steps(self) -> int:
-        """Steps of the removal within a stage."""
-        return PruneOptions(steps=self.pruning.get("steps", 1)).steps

@@ -28,7 +28,7 @@ from lmeval_prune.comparison.tokens import logits_of, other_distances
 from lmeval_prune.distillation.host import NOTE, SCHEMA, VERSION, Host, TrainingExamples, read_note
 from lmeval_prune.distillation.losses import LayerMap
 from lmeval_prune.distillation.options import FIRST, PREVIOUS, DistillOptions
-from lmeval_prune.distillation.trainer import DistillTrainer, check_arguments
+from lmeval_prune.distillation.trainer import DistillTrainer, distillation_arguments
 from lmeval_prune.errors import InputError
 from lmeval_prune.interventions.plan import Plan
 from lmeval_prune.pruners.allocation import share_of, unit_pools
@@ -40,7 +40,7 @@ from lmeval_prune.pruners.table import PRUNERS
 from lmeval_prune.registry import import_path
 from lmeval_prune.reporting.plot_style import COLOURS
 from lmeval_prune.surgery.cut import Cut, check_cuttable, cut
-from lmeval_prune.training.trainer import digests, draw, result_settings
+from lmeval_prune.training.trainer import draw, result_settings
 
 TITLE = "Recursive distillation, stage by stage"
 LINES = {
@@ -71,12 +71,11 @@ def distill(options: DistillOptions) -> dict[str, Any]:
         settings |= {"prompts": "", "prompts_file": content_digest(options.prompts)}
     work = target.with_name(f"{target.name}.distilling")
     if (target / NOTE).is_file():
-        stored = read_note(target)["options"]
-        check_same(stored, settings | digests(host.contents(), stored), target)
+        check_same(read_note(target)["options"], settings | host.contents(), target)
     elif target.exists() and (target.is_file() or any(target.iterdir())):
         raise InputError(f"{target} exists and is not a distilled model; name another output")
     else:
-        progress = Work(work, settings | digests(host.contents()))
+        progress = Work(work, settings | host.contents())
         check(host)
         with output_lock(target) if process.is_main_process else nullcontext():
             _run_stages(host, progress, target)
@@ -112,21 +111,19 @@ def check(host: Host) -> None:
     model_map = map_model(host.skeleton(options.pretrained))
     host.check()
     if removal.ratio or removal.ffn_ratio:
-        pruners = stage_pruners(options, 0)
-        removal = _resolved(removal, options, model_map, *pruners)
+        *_, removal = stage_method(options, 0, model_map)
         has_heads = HEADS in removal.kinds
         check_cuttable(model_map, has_heads)
         if has_heads and removal.unit == "head" and any(1 < x.kv_heads < x.heads for x in model_map.attention):
             raise InputError(
                 "unit=head keeps zeroed heads in groups, which training would change; use group or balanced"
             )
-    check_arguments(options)
+    distillation_arguments(options, Path(options.output))
     if options.other_teacher:
         host.check_teacher(options.other_teacher)
 
 
 def _run_stages(host: Host, progress: Work, target: Path) -> None:
-    """Run the incomplete stages in order."""
     options, process = host.options, this_process()
     examples = host.examples()
     if not examples.validation and options.best_by == "loss":  # an ATHENA's is that of its own training
@@ -134,11 +131,12 @@ def _run_stages(host: Host, progress: Work, target: Path) -> None:
     process.wait_for_everyone()
     if process.is_main_process:
         progress.begin()
-        print(f"texts: {_counts(examples.note)}", flush=True)
+        counts = {name: value for name, value in examples.note.items() if isinstance(value, int) or name == "prompts"}
+        print(f"texts: {counts}", flush=True)
     if options.asks_teacher and (options.epochs or not examples.questions):  # scores read answers to prompts alone
         examples = host.taught(examples, progress.folder)
         if process.is_main_process:
-            print(f"teacher: {_counts(examples.note['lessons'])}", flush=True)
+            print(f"teacher: {examples.note['lessons']}", flush=True)
     note = {"model": options.pretrained, "options": progress.settings, "material": examples.note, "stages": []}
     parent = options.pretrained
     for number in range(1, options.stages + 1):
@@ -146,13 +144,6 @@ def _run_stages(host: Host, progress: Work, target: Path) -> None:
         if not (folder / NOTE).is_file():
             _run_stage(host, examples, number, parent, note, progress.folder / f"stage{number}", folder)
         parent, note = str(folder), read_note(folder)
-
-
-def _counts(note: Mapping[str, Any]) -> str:
-    """Return the whole numbers of a note as text: `train 7, prompts (empty 1)`."""
-    parts = [f"{name} {value}" for name, value in note.items() if isinstance(value, int)]
-    parts += [f"{name} ({text})" for name, part in note.items() if isinstance(part, dict) and (text := _counts(part))]
-    return ", ".join(parts)
 
 
 # ---------------------------------------------------------------------- a stage
@@ -163,14 +154,8 @@ def _run_stage(
 ) -> None:
     """Cut, train and write; an interrupted stage resumes from the cut model or its last checkpoint.
 
-    Args:
-        host: the kind of model.
-        examples: what is trained on.
-        number: of the stage, from 1.
-        parent: folder or name of the model to prune.
-        note: fields of `distillation.json` after the previous stage.
-        work: path of incomplete files, without an ending.
-        folder: of the result.
+    `parent` is the folder or name of the model to prune, `note` has the fields of `distillation.json` after the
+    previous stage, and `work` is the path of incomplete files, without an ending.
     """
     options, process = host.options, this_process()
     smaller, checkpoints, scoring = (work.with_suffix(f".{name}") for name in ("cut", "training", "scoring"))
@@ -186,6 +171,8 @@ def _run_stage(
     cuts, student = manifest["stages"], host.read(str(smaller))
     training: dict[str, Any] = {"best_epoch": 0, "log": []}
     if options.epochs:
+        if process.is_main_process:
+            print(f"stage {number} of {options.stages}: training", flush=True)
         name = {PREVIOUS: parent, FIRST: options.pretrained}.get(options.teacher, options.teacher)
         teacher = host.read(name) if options.uses_teacher else None
         if options.other_teacher:
@@ -240,7 +227,7 @@ def _run_stage(
 
 
 def _content(artefact: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of an artefact without those that each written one gets again."""
+    """Return the fields of an artefact without those that it gets when it is written."""
     return {name: value for name, value in artefact.items() if name not in (*ENVELOPE, "files")}
 
 
@@ -253,25 +240,29 @@ def foreign_methods(options: DistillOptions) -> dict[str, str]:
     return {f"{name}_class": f"{import_path(kind)}, version {kind.version}" for name, kind in kinds.items()}
 
 
-def stage_pruners(options: DistillOptions, stage: int) -> tuple[Pruner, Pruner]:
-    """Make the pruners of heads and of channels in a stage; random ones draw again in each."""
-    pruners: list[Any] = [make_pruner(*method) for method in options.methods.items()]
-    seeded = [replace(x, seed=(1000 * stage + x.seed) % 2**31) if hasattr(x, "seed") else x for x in pruners]
-    return seeded[0], seeded[-1]
+def stage_method(options: DistillOptions, stage: int, unpruned: ModelMap) -> tuple[Pruner, Pruner, PruneOptions]:
+    """Make the pruners of heads and of channels in a stage, and the options of its steps from its beginning to its end.
+
+    Random pruners draw again in each stage. Units and parts are those that suit the unpruned model.
+    """
+    made: list[Any] = [make_pruner(*method) for method in options.methods.items()]
+    pruners = [replace(x, seed=(1000 * stage + x.seed) % 2**31) if hasattr(x, "seed") else x for x in made]
+    heads, channels, removal = pruners[0], pruners[-1], options.removal()
+    if removal.budget == "heads" and HEADS in removal.kinds:  # fillers would be trained again
+        removal = replace(removal, unit=removal.unit or cuttable_unit(unpruned, heads))
+    steps = PruneOptions(steps=options.pruning.get("steps", 1)).steps
+    within = replace(removal, p_min=0.0, growth=1.0, steps=steps)
+    return heads, channels, resolve_options(within, heads, unpruned, channels)
 
 
 def cut_stage(host: Host, model: Any, stage: int, examples: TrainingExamples, work: Path) -> Cut:
-    """Score a model and cut the scheduled share of a stage, which is nothing if earlier stages removed enough.
-
-    `model` is that of the previous stage. In `work` is what is finished, so that a killed run resumes.
-    """
+    """Score the previous stage's model and cut the scheduled share, which may be nothing; a killed run resumes."""
     options, backbone = host.options, host.backbone(model)
     model_map, removal = map_model(backbone), options.removal()
     if not removal.ratio and not removal.ffn_ratio:
         return cut(backbone, Plan())
-    (heads, channels), unpruned = stage_pruners(options, stage), map_model(host.skeleton(options.pretrained))
-    # units and parts are those that suit the unpruned model
-    within = _resolved(removal, options, unpruned, heads, channels)
+    unpruned = map_model(host.skeleton(options.pretrained))
+    heads, channels, within = stage_method(options, stage, unpruned)
     step = stage_pruning(within, removal.shares(stage), unpruned, model_map, within.allocation or heads.allocation)
     text, progress = host.calibration(examples, model), partial(print, flush=True)
     try:
@@ -282,20 +273,10 @@ def cut_stage(host: Host, model: Any, stage: int, examples: TrainingExamples, wo
     return cut(backbone, plan)
 
 
-def _resolved(
-    removal: PruneOptions, options: DistillOptions, model_map: ModelMap, heads: Pruner, channels: Pruner
-) -> PruneOptions:
-    """Return the options of the steps of one stage, which go evenly from its beginning to its end."""
-    if removal.budget == "heads" and HEADS in removal.kinds:  # fillers would be trained again
-        removal = replace(removal, unit=removal.unit or cuttable_unit(model_map, heads))
-    within = replace(removal, p_min=0.0, growth=1.0, steps=options.steps)
-    return resolve_options(within, heads, model_map, channels)
-
-
 def stage_pruning(
     within: PruneOptions, shares: tuple[float, float], unpruned: ModelMap, model_map: ModelMap, allocation: str
 ) -> PruneOptions:
-    """Return the options of one stage, which removes from its model what `shares` of the unpruned model leave to do."""
+    """Return the options of a stage, which removes from its model what `shares` of the unpruned model leave to do."""
     if within.budget != "heads":
         pools = (unit_pools(each, within, within.kinds) for each in (unpruned, model_map))
         before, left = (sum(pool.total for pool in each) for each in pools)

@@ -20,7 +20,7 @@ from lmeval_prune.distillation.losses import Features, LayerMap
 from lmeval_prune.distillation.options import DistillOptions
 from lmeval_prune.errors import InputError
 from lmeval_prune.interventions.attention_call import eager_attention
-from lmeval_prune.training.trainer import ACCURACY, Progress, ResumableTrainer, training_arguments
+from lmeval_prune.training.trainer import ACCURACY, ResumableTrainer, training_arguments
 
 TERMS = ("response", "feature", "task")
 
@@ -36,7 +36,6 @@ class Student(nn.Module):
         self.gradient_checkpointing_enable = backbone.gradient_checkpointing_enable
 
     def forward(self, labels: Tensor | None = None, **inputs: Any) -> Any:
-        """Return the model's outputs; only the loss uses the labels."""
         return self.model(**inputs)
 
     def state_dict(self, *args: Any, **settings: Any) -> Any:
@@ -71,7 +70,6 @@ class PaddedOrder(Sampler[int]):
 
 
 def padded(examples: Sequence[Any], batch: int) -> list[Any]:
-    """Pad examples with None to full batches of all processes."""
     return [*examples, *[None] * (-len(examples) % batch)]
 
 
@@ -111,7 +109,6 @@ class DistillTrainer(ResumableTrainer):
             padded(examples.validation, arguments.eval_batch_size * arguments.world_size),
             examples.lengths,
             self.validation_metrics,
-            Progress(f"stage {stage} of {options.stages}, ", options.stages - stage),
         )
         if teacher is not None:
             self.teacher = teacher.to(self.args.device).eval().requires_grad_(False)
@@ -226,26 +223,15 @@ def solved_then_loss(solved: float, loss: float, problems: int) -> float:
     return (solved + 1 / (2 + loss)) / problems  # the loss adds less than one problem
 
 
-# Arguments of transformers that follow from options of `distill`, have no effect here, or break the loss, the order of
-# problems or resuming.
+# Arguments of transformers that have no effect here, or break the loss, the order of problems or resuming.
 UNSUITABLE_ARGUMENTS = {
-    *("output_dir", "num_train_epochs", "per_device_train_batch_size", "learning_rate", "seed", "eval_strategy"),
-    *("save_strategy", "logging_strategy", "eval_steps", "logging_steps", "load_best_model_at_end"),
-    *("metric_for_best_model", "greater_is_better", "remove_unused_columns", "accelerator_config", "max_steps"),
-    *("save_only_model", "ignore_data_skip", "label_smoothing_factor", "group_by_length", "train_sampling_strategy"),
-    *("length_column_name", "label_names", "prediction_loss_only", "neftune_noise_alpha", "auto_find_batch_size"),
-    *("average_tokens_across_devices", "data_seed", "use_liger_kernel", "resume_from_checkpoint"),
-    "restore_callback_states_from_checkpoint",
+    *("accelerator_config", "max_steps", "save_only_model", "ignore_data_skip", "label_smoothing_factor"),
+    *("group_by_length", "train_sampling_strategy", "length_column_name", "label_names", "prediction_loss_only"),
+    *("neftune_noise_alpha", "auto_find_batch_size", "average_tokens_across_devices", "data_seed"),
+    *("use_liger_kernel", "resume_from_checkpoint", "restore_callback_states_from_checkpoint"),
     # they upload the states of an unfinished training, and their values, a token too, would stand in the results
     *(field.name for field in fields(TrainingArguments) if field.name.startswith(("hub_", "push_to_hub"))),
 }
-
-
-def check_arguments(options: DistillOptions) -> None:
-    """Raise an `InputError` if a `trainer` argument is unsuitable."""
-    if unsuitable := UNSUITABLE_ARGUMENTS.intersection(options.trainer):
-        raise InputError(f"trainer: {', '.join(sorted(unsuitable))} does not suit distillation")
-    distillation_arguments(options, Path(options.output))  # transformers refuses others
 
 
 def distillation_arguments(
@@ -255,7 +241,9 @@ def distillation_arguments(
     validates: bool = False,
     best_by: tuple[str, bool] | None = None,
 ) -> TrainingArguments:
-    """Make transformers' arguments of a stage; each stage has its own seed."""
+    """Make transformers' arguments of a stage, with its own seed; `InputError` if one of `trainer` is unsuitable."""
+    if unsuitable := UNSUITABLE_ARGUMENTS.intersection(options.trainer):
+        raise InputError(f"trainer: {', '.join(sorted(unsuitable))} does not suit distillation")
     defaults = {"per_device_eval_batch_size": 16, "weight_decay": 0.01, "warmup_steps": 0.06, "max_grad_norm": 5.0}
     return training_arguments(
         work,

@@ -38,7 +38,6 @@ from typing_extensions import TypedDict
 
 from lmeval_prune.artefacts import (
     NONFINITE_REMEDY,
-    create_folder,
     digest,
     file_lock,
     lock_path,
@@ -132,7 +131,7 @@ class AnswerStore:
         self.versions: dict[str, dict[str, Any]] = {}  # of the code, by request (a digest, see `answer_requests`)
         with ExitStack() as stack:
             try:
-                create_folder(self.folder)
+                self.folder.mkdir(parents=True, exist_ok=True)
                 if header.exists():
                     read_artefact(header, SCHEMA, SCHEMA_VERSION)
                 self.path = self._lock(rank, stack)

@@ -49,7 +49,6 @@ def register_scorers() -> None:
 
 
 def _register(registry: Any, targets: dict[str, Any]) -> None:
-    """Add names that a registry does not have."""
     for name, target in targets.items():
         if name not in registry:
             registry.register(name, target=target)

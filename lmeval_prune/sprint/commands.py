@@ -10,7 +10,6 @@ from typing import Any
 
 from lmeval_prune.checkpoints.embedded import ENCODER
 from lmeval_prune.config import command
-from lmeval_prune.errors import InputError
 from lmeval_prune.sprint.options import FitOptions, ReportOptions, SweepOptions
 
 
@@ -29,8 +28,8 @@ def sweep(**options: Any) -> int:
         return 0
     print(f"{settings.output}: {len(outcomes.questions)} questions, pool of {len(outcomes.pool)}")
     accuracy = dict(zip(outcomes.pool, outcomes.accuracy().tolist(), strict=True))
-    highest = sorted(accuracy, key=lambda name: -accuracy[name])[:5]
-    print("accuracy: " + ", ".join(f"{name} {accuracy[name]:.3f}" for name in dict.fromkeys(["dense", *highest])))
+    shown = dict.fromkeys(["dense", *sorted(accuracy, key=lambda name: -accuracy[name])[:5]])
+    print("accuracy: " + ", ".join(f"{name} {accuracy[name]:.3f}" for name in shown))
     for warning in outcomes.warnings:
         print(warning)
     return 0
@@ -72,11 +71,8 @@ def fit(
         f"{about['questions']} questions, {informative} of them distinguish heads; "
         f"{about['validation_questions']} for validation, {about['held_out']} held out for `report sprint`"
     )
-    passes, dense = about["validation_pass"], about["validation_dense"]
-    if passes:
+    if passes := about["validation_pass"]:
         print("validation: " + ", ".join(f"{k} {v:.3f}" for k, v in passes.items()))
-        if dense is not None and passes["pass@1"] < dense:
-            print(f"its first try is worse than the unpruned model ({dense:.3f})")
     for warning in training.warnings:
         print(warning)
     return 0
@@ -97,11 +93,7 @@ def questions(outcomes: str, task: str, router: str | None = None) -> int:
     fitted = set(Router.load(router).about["seen"]) if router else set()
     store = OutcomeStore(outcomes).read()
     rows = [row for row in store.questions if digest(row["question"]) not in fitted]
-    sources = sorted({(row["task"], row["split"]) for row in rows})
-    if len(sources) != 1:
-        names = ", ".join(map(" ".join, sources)) or "none"
-        raise InputError(f"the questions must come from a single task and split, not from: {names}")
-    ((source, split),) = sources
+    ((source, split),) = {(row["task"], row["split"]) for row in rows}  # of a single task and split
     scored = store.tasks[source].get("scored_splits")
     if scored and split not in scored:
         print(
@@ -119,10 +111,8 @@ def report(samples: Sequence[str] = (), **options: Any) -> int:
     Args:
         samples: NAME=FILE: samples file of a pass@N task (lm_eval --log_samples); may be repeated
     """
-    pairs = [text.partition("=") for text in samples]
-    if wrong := [text for text in samples if "=" not in text]:
-        raise InputError(f"samples must be NAME=FILE, not {wrong[0]!r}")
-    settings = ReportOptions(samples=tuple((name, path) for name, _, path in pairs), **options)
+    pairs = [text.partition("=")[::2] for text in samples]
+    settings = ReportOptions(samples=tuple(pairs), **options)
     from lmeval_prune.reporting.quiet import silence_libraries
     from lmeval_prune.sprint.report import write_report
 

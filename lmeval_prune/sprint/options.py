@@ -78,9 +78,6 @@ class SweepOptions(Settings):
         super().__post_init__()
         if self.layers and self.heads:
             raise InputError("give layers or heads, not both")
-        for name in ("responses", "router"):
-            if name in self.model_args:
-                raise InputError(f"a sweep does not take the model argument {name}")
 
 
 @dataclass(frozen=True)
@@ -138,7 +135,6 @@ class FitOptions(ContrastiveOptions):
     seed: Seed = 0
 
     def method(self) -> Any:
-        """Create the router's method."""
         own = fields(ContrastiveOptions) if self.router == CONTRASTIVE else ()
         settings = {option.name: getattr(self, option.name) for option in own}
         return ROUTERS.load(self.router).from_dict({**settings, **self.options}, f"router {self.router}")

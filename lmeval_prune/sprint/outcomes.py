@@ -15,20 +15,17 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
-from typing_extensions import TypedDict
 
 from lmeval_prune.artefacts import check_same, parse_json, read_artefact, read_table, write_artefact, write_table
 from lmeval_prune.errors import InputError
-from lmeval_prune.models.answer_store import Ending, cut_off_note, merge_lengths, read_answers, summarize_lengths
+from lmeval_prune.models.answer_store import cut_off_note, read_answers
 from lmeval_prune.models.head_router import attempt_order
 
 logger = logging.getLogger(__name__)
@@ -42,16 +39,7 @@ _CELLS = pa.schema({**_KEY, "attempt": pa.string(), "outcome": pa.bool_(), **_AN
 _READ = [*_KEY, "attempt", "outcome", "length", "cut_off"]
 
 
-class StoreContents(TypedDict):
-    """Fields of `store.json`."""
-
-    pool: list[str]
-    model: dict[str, Any]
-    tasks: dict[str, dict[str, Any]]
-
-
 def key_of(row: Mapping[str, Any]) -> tuple[str, str, int]:
-    """Return the key of a row's question: task, split and the document's index in the split."""
     return row["task"], row["split"], row["doc_id"]
 
 
@@ -69,13 +57,10 @@ def check_tasks(
     Not each change of a user's code matters to scores, and a sweep is dear.
     """
     for task in sorted(before.keys() & now.keys()):
-        old, new = (
-            {name: value for name, value in tasks[task].items() if name not in {"code", *ignored}}
-            for tasks in (before, now)
-        )
-        check_same({task: old}, {task: new}, subject, **remedy)
-        codes = {tasks[task].get("code") or None for tasks in (before, now)} - {None}
-        if len(codes) > 1:
+        names = [name for name in {**before[task], **now[task]} if name not in ("code", *ignored)]
+        old, new = ({task: {name: tasks[task].get(name) for name in names}} for tasks in (before, now))
+        check_same(old, new, subject, **remedy)
+        if len({tasks[task].get("code") or None for tasks in (before, now)} - {None}) > 1:
             logger.warning(
                 "the code of %s has changed between sweeps: if scores depend on the change, they cannot be compared; "
                 "sweep again into a new folder",
@@ -105,19 +90,6 @@ class Outcomes:
     tokens: np.ndarray | None = None
     cut: np.ndarray | None = None
 
-    @cached_property
-    def lengths(self) -> dict[str, Any]:
-        """Return the lengths of all answers, as `Lengths`; empty if they are not known."""
-        if self.tokens is None or self.cut is None:
-            return {}
-        endings: dict[str, list[Ending | None]] = defaultdict(list)
-        for row, column in np.argwhere(self.observed):
-            length, cut = self.tokens[row, column], self.cut[row, column]
-            ending = None if np.isnan(length) or np.isnan(cut) else Ending(int(length), bool(cut))
-            endings[self.questions[row]["task"]].append(ending)
-        generation = {name: self.tasks.get(name, {}).get("generation") or {} for name in endings}
-        return merge_lengths([summarize_lengths(endings[n], generation[n].get("max_gen_toks")) for n in endings])
-
     @property
     def warnings(self) -> list[str]:
         """Return why accuracies may mislead: columns of fewer questions, and answers that were cut off."""
@@ -125,11 +97,12 @@ class Outcomes:
         column = int(counts.argmin())
         if counts[column] < counts.max():
             warnings.append(
-                f"{(counts < counts.max()).sum()} of {len(self.pool)} columns have outcomes of fewer questions, e.g. "
-                f"{self.pool[column]} of {counts[column]} and not {counts.max()}: accuracies of different "
-                f"questions are compared; `lmeval-prune sweep` at all questions gives the others"
+                f"columns have outcomes of different questions, e.g. {self.pool[column]} of {counts[column]} and not "
+                f"{counts.max()}; `lmeval-prune sweep` at all questions gives the others"
             )
-        if note := cut_off_note(self.lengths) if self.lengths else "":
+        limits = [(task.get("generation") or {}).get("max_gen_toks") or 0 for task in self.tasks.values()]
+        share = 0.0 if self.cut is None or np.isnan(self.cut).all() else float(np.nanmean(self.cut))
+        if note := cut_off_note({"cut_off": share, "max_gen_toks": max(limits, default=0)}):
             warnings.append(f"{note}; their accuracy reflects the limit, not the model")
         return warnings
 
@@ -140,16 +113,13 @@ class Outcomes:
 
     @property
     def texts(self) -> list[str]:
-        """Return the texts of the questions."""
         return [row["question"] for row in self.questions]
 
     def rows(self, indices: Sequence[int] | np.ndarray) -> Outcomes:
-        """Select questions."""
         questions = [self.questions[i] for i in indices] if self.questions else []
         return replace(self, questions=questions, **self._select(np.asarray(indices, int)))
 
     def columns(self, names: Sequence[str]) -> Outcomes:
-        """Select columns in the given order."""
         index = {name: i for i, name in enumerate(self.pool)}
         return replace(self, pool=list(names), **self._select((slice(None), [index[name] for name in names])))
 
@@ -164,11 +134,7 @@ class Outcomes:
 
 
 class OutcomeStore:
-    """A folder with outcomes; the module docstring lists its files. Only one process of a run writes.
-
-    Args:
-        folder: path of the store.
-    """
+    """A folder with outcomes; the module docstring lists its files. Only one process of a run writes."""
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = Path(folder)
@@ -192,11 +158,9 @@ class OutcomeStore:
         for row in rows:
             row["attributes"] = parse_json(row["attributes"], self.questions_file)
         pool = [name for name in content["pool"] if name in attempts]
-        without = len(questions) - len(rows), len(content["pool"]) - len(pool)
-        if any(without):
-            logger.warning(
-                "%s: %d questions and %d attempts of a sweep that was not finished are left out", self.folder, *without
-            )
+        if any(without := (len(questions) - len(rows), len(content["pool"]) - len(pool))):
+            unfinished = "%s: %d questions and %d attempts of a sweep that was not finished are left out"
+            logger.warning(unfinished, self.folder, *without)
         row_of = {key_of(row): i for i, row in enumerate(rows)}
         column_of = {name: i for i, name in enumerate(pool)}
         positions = ([row_of[key_of(cell)] for cell in cells], [column_of[cell["attempt"]] for cell in cells])
@@ -220,11 +184,7 @@ class OutcomeStore:
         return cells
 
     def begin(
-        self,
-        model: dict[str, Any],
-        tasks: dict[str, Any],
-        questions: list[dict[str, Any]],
-        pool: Sequence[str],
+        self, model: dict[str, Any], tasks: dict[str, Any], questions: list[dict[str, Any]], pool: Sequence[str]
     ) -> None:
         """Create the store, or extend it; `InputError` if its model, settings or prompts are other ones."""
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -258,14 +218,13 @@ class OutcomeStore:
         write_table(self.questions_file, pa.Table.from_pylist([rows[key] for key in sorted(rows)], _QUESTIONS))
 
     def add(self, cells: Iterable[dict[str, Any]]) -> None:
-        """Write outcomes; they replace those of the same cells."""
         rows = {(key_of(row), row["attempt"]): row for row in [*self._cells(*_CELLS.names).to_pylist(), *cells]}
         rank = {attempt: i for i, attempt in enumerate(attempt_order(attempt for _, attempt in rows))}
         ordered = [rows[key] for key in sorted(rows, key=lambda key: (key[0], rank[key[1]]))]
         write_table(self.cells_file, pa.Table.from_pylist(ordered, _CELLS))
 
     def _content(self) -> dict[str, Any]:
-        return read_artefact(self.store_file, SCHEMA, SCHEMA_VERSION, StoreContents)[0]
+        return read_artefact(self.store_file, SCHEMA, SCHEMA_VERSION)[0]
 
     def _cells(self, *columns: str) -> pa.Table:
         return read_table(self.cells_file, pa.schema([_CELLS.field(name) for name in columns]))

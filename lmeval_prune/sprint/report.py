@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from matplotlib.patches import Patch
 
 from lmeval_prune.architectures import Head
 from lmeval_prune.artefacts import CREATED_BY, digest, read_lines, write_text
@@ -26,7 +25,7 @@ from lmeval_prune.reporting.plot_style import COLOURS, figure, label_ends, save
 from lmeval_prune.reporting.statistics import holm, mean_interval, sign_flip_test
 from lmeval_prune.sprint.options import ReportOptions
 from lmeval_prune.sprint.outcomes import Outcomes, OutcomeStore, check_tasks, question_field
-from lmeval_prune.sprint.router import Policy, Router, best, nearest, random_top
+from lmeval_prune.sprint.router import Policy, Router, best, random_top
 from lmeval_prune.tasks.tries import pass_unbiased
 
 logger = logging.getLogger(__name__)
@@ -41,7 +40,7 @@ def write_report(options: ReportOptions) -> Path:
     for note in notes:
         logger.warning("%s", note)
     pool = router.pool if router else test.pool
-    curves = [policy_curve("SPRINT router", nearest(router), test, n)] if router else []
+    curves = [policy_curve("SPRINT router", router, test, n)] if router else []
     if train:
         curves.append(policy_curve("best of training", best(train), test, n))
         top = random_top(train, options.shortlist, options.seed).pool
@@ -150,36 +149,25 @@ def _read_inputs(options: ReportOptions) -> tuple[Outcomes, Outcomes | None, Rou
 
 @dataclass(frozen=True)
 class Curve:
-    """pass@k of each question.
-
-    Attributes:
-        name: label in the legend.
-        kind: estimator of pass@k: `ordered`, `exact` (the expectation over random orders) or `unbiased` (over samples).
-        values: probability that any of k tries is right, for k = 1 … N, shape (questions, N); NaN if unknown.
-        attempts: attempts at each question, if a policy chose them.
-        is_bound: whether this is an upper bound, not a method.
-        tokens: expected number of generated tokens of the first k tries, shape (questions, N); None if unknown.
-    """
+    """pass@k of each question."""
 
     name: str
-    kind: str
-    values: np.ndarray
-    attempts: Sequence[Sequence[str]] = ()
-    is_bound: bool = False
-    tokens: np.ndarray | None = None
+    kind: str  # estimator: `ordered`, `exact` (the expectation over random orders) or `unbiased` (over samples)
+    values: np.ndarray  # probability that any of k = 1 … N tries is right, shape (questions, N); NaN if unknown
+    attempts: Sequence[Sequence[str]] = ()  # at each question, if a policy chose them
+    is_bound: bool = False  # an upper bound, not a method
+    tokens: np.ndarray | None = None  # expected number of generated tokens of k tries, shape (questions, N)
 
     @property
     def mean(self) -> np.ndarray:
-        """Return the mean pass@k over the questions, shape (N,)."""
         return self.values.mean(0)
 
     @property
     def mean_tokens(self) -> np.ndarray | None:
-        """Return the mean number of generated tokens of k tries over the questions, shape (N,)."""
         return None if self.tokens is None else self.tokens.mean(0)
 
 
-def policy_curve(name: str, policy: Policy, outcomes: Outcomes, n: int) -> Curve:
+def policy_curve(name: str, policy: Policy | Router, outcomes: Outcomes, n: int) -> Curve:
     """Compute pass@k of a policy whose try i is the i-th of its order."""
     attempts = [order[:n] for order in policy.order(outcomes.texts)]
     part = outcomes.columns(list(dict.fromkeys(attempt for row in attempts for attempt in row)))
@@ -233,8 +221,7 @@ def samples_curve(name: str, path: str, outcomes: Outcomes, n: int) -> Curve:
             right = round(float(sample["pass@1_unbiased"]) * tries)
             passes = [pass_unbiased(tries, right, k) if k <= tries else np.nan for k in ks]
         rows[question] = np.array(passes)
-    missing = set(outcomes.texts) - rows.keys()
-    if missing:
+    if missing := set(outcomes.texts) - rows.keys():
         raise InputError(
             f"{path} lacks {len(missing)} of the test store's {len(outcomes.texts)} questions, "
             f"e.g. {min(missing)[:60]!r}; `lmeval-prune questions` prints them for lm_eval's --samples"
@@ -264,22 +251,14 @@ def _plain(values: np.ndarray) -> list[float | None]:
 
 
 def _pass_rows(curves: Sequence[Curve], bands: Sequence[tuple[np.ndarray, np.ndarray]]) -> pd.DataFrame:
-    """Return pass@N with confidence limits in long format: a row for each policy and N, without unknown values."""
-    frames = [
-        pd.DataFrame(
-            {
-                "policy": curve.name,
-                "estimate": curve.kind,
-                "n": range(1, len(low) + 1),
-                "pass": curve.mean,
-                "low": low,
-                "high": high,
-                "tokens": np.nan if curve.mean_tokens is None else curve.mean_tokens,
-            }
-        )
-        for curve, (low, high) in zip(curves, bands, strict=True)
-    ]
-    return pd.concat(frames, ignore_index=True).dropna(subset="pass")
+    """Return pass@N with confidence limits: a row for each policy and N, without unknown values."""
+    columns = ["policy", "estimate", "n", "pass", "low", "high", "tokens"]
+    rows = []
+    for curve, (low, high) in zip(curves, bands, strict=True):
+        tokens = np.full(len(low), np.nan) if curve.mean_tokens is None else curve.mean_tokens
+        numbers = np.stack([curve.mean, low, high, tokens], axis=1)
+        rows += [(curve.name, curve.kind, n, *row) for n, row in enumerate(numbers, 1)]
+    return pd.DataFrame(rows, columns=columns).dropna(subset="pass")
 
 
 # ---------------------------------------------------------------------- single heads
@@ -294,18 +273,14 @@ def _heads_section(test: Outcomes, options: ReportOptions, folder: Path) -> dict
     table = head_table(outcomes, groups)
     measured, chance = gains(table), gains_by_chance(outcomes, groups, seed=options.seed)
     draw_changes(change_by_head, folder / "head_changes")
-    draw_head_map(change_by_head, folder / "head_map")
     draw_gains(measured, chance, folder / "best_head_gains")
     write_text(folder / "accuracy.csv", csv(table))
-    medians = {
-        name: float(np.median(np.concatenate(list(values.values()))))
-        for name, values in (("measured", measured), ("by_luck", chance))
-    }
+    of_both = {"measured": measured, "by_luck": chance}
     return {
         "change_by_head": {name: {"change": c, "standard_error": e} for name, (c, e) in change_by_head.items()},
         "changes": [change for change, _ in change_by_head.values()],
         "beyond": sum(bool(error) and abs(change) > 2 * error for change, error in change_by_head.values()),
-        "medians": medians,
+        "medians": {name: float(np.median(np.concatenate([*each.values()]))) for name, each in of_both.items()},
         "groups": groups,
         "tables": head_tables(table),
     }
@@ -365,12 +340,11 @@ def gains_by_chance(
 
     After the shuffle no head is better than another, so the best head's gain is chance.
     """
-    generator, layers = np.random.default_rng(seed), defaultdict(list)
+    generator, columns_of, gains_of = np.random.default_rng(seed), defaultdict(list), defaultdict(list)
     for column in outcomes.pool:
         if column != DENSE:
-            layers[Head.named(column).layer_label].append(column)
-    gains_of: dict[str, list[float]] = defaultdict(list)
-    for layer, columns in layers.items():
+            columns_of[Head.named(column).layer_label].append(column)
+    for layer, columns in columns_of.items():
         part = outcomes.columns([DENSE, *columns])
         for rows in groups.values():
             for _ in range(draws):
@@ -387,8 +361,7 @@ def changes(outcomes: Outcomes) -> dict[str, tuple[float, float]]:
         if column != DENSE:
             difference = outcomes.z[:, i] - dense
             difference = difference[~np.isnan(difference)]
-            count = len(difference)
-            error = float(difference.std(ddof=1) / count**0.5) if count > 1 else 0.0
+            error = float(difference.std(ddof=1) / len(difference) ** 0.5) if len(difference) > 1 else 0.0
             change_of[column] = (float(difference.mean()), error)
     return change_of
 
@@ -428,29 +401,22 @@ def draw_pass_at_n(
 
 def draw_gains(measured: dict[str, list[float]], by_chance: dict[str, list[float]], stem: Path) -> None:
     """Draw the best head's gain in each layer, next to the gain expected by chance (Figure 2)."""
-    layers = list(measured)
+    places = np.arange(len(measured))
     title = "Best head of a layer, by group of questions (line: median)"
-    drawing, axes = figure(max(5.5, 1.1 * len(layers) + 2), 4.4, title)
-    for offset, values, colour in ((-0.2, measured, COLOURS[0]), (0.2, by_chance, COLOURS[6])):
-        for i, layer in enumerate(layers):
-            points = np.asarray(values[layer])
-            if len(points) > 4 and np.ptp(points) > 0:
-                parts = axes.violinplot([points], [i + offset], widths=0.36, showmedians=False, showextrema=False)
-                parts["bodies"][0].set(facecolor=colour, alpha=0.5)
-            axes.plot([i + offset - 0.12, i + offset + 0.12], [np.median(points)] * 2, color=colour, lw=2)
-            if len(points) <= 20:
-                axes.plot(np.full(len(points), i + offset), points, ".", color=colour, ms=5)
-    axes.axhline(0, color="0.4", lw=1, ls=":")
-    axes.set_xticks(range(len(layers)), layers)
-    axes.set(xlabel="layer", ylabel="accuracy of the best head − unpruned")
+    drawing, axes = figure(max(5.5, 1.1 * len(measured) + 2), 4.4, title)
     names = ("measured", "outcomes shuffled among heads: chance alone")
-    drawing.legend(  # beside the axes: on them it could hide a violin
-        handles=[Patch(color=c, alpha=0.5, label=n) for c, n in zip((COLOURS[0], COLOURS[6]), names, strict=True)],
-        loc="outside lower center",
-        ncols=2,
-        frameon=False,
-        fontsize=9,
-    )
+    for offset, values, colour, name in zip((-0.2, 0.2), (measured, by_chance), COLOURS[::6], names, strict=True):
+        style: dict[str, Any] = {
+            "boxprops": {"facecolor": colour, "alpha": 0.5},
+            "medianprops": {"color": colour, "lw": 2},
+        }
+        points = [values[layer] for layer in measured]
+        boxes = axes.boxplot(points, positions=places + offset, widths=0.36, patch_artist=True, **style)["boxes"]
+        boxes[0].set_label(name)
+    axes.axhline(0, color="0.4", lw=1, ls=":")
+    axes.set_xticks(places, list(measured))
+    axes.set(xlabel="layer", ylabel="accuracy of the best head − unpruned")
+    drawing.legend(loc="outside lower center", ncols=2, frameon=False, fontsize=9)  # beside the axes: it hides no box
     save(drawing, stem)
 
 
@@ -467,29 +433,4 @@ def draw_changes(changes: dict[str, tuple[float, float]], stem: Path) -> None:
     axes.set_xticks(range(len(ordered)), [name for name, _ in ordered], rotation=90, fontsize=7)
     axes.margins(x=0.01)
     axes.set(ylabel="change in accuracy")
-    save(drawing, stem)
-
-
-def draw_head_map(changes: dict[str, tuple[float, float]], stem: Path) -> None:
-    """Draw the change in accuracy by layer and head."""
-    heads = {name: Head.named(name) for name in changes}
-    layers = list(dict.fromkeys(head.layer_label for head in heads.values()))
-    count = 1 + max(head.head for head in heads.values())
-    grid = np.full((len(layers), count), np.nan)  # in percentage points
-    for name, head in heads.items():
-        grid[layers.index(head.layer_label), head.head] = 100 * changes[name][0]
-    title = "Change in accuracy with one head pruned"
-    drawing, axes = figure(max(5.0, 0.5 * count + 2.2), max(2.4, 0.42 * len(layers) + 1.4), title)
-    limit = max(float(np.nanmax(np.abs(grid))), 1e-9)
-    image = axes.imshow(grid, cmap="RdBu", vmin=-limit, vmax=limit, aspect="auto")
-    axes.spines[:].set_visible(False)
-    axes.set_xticks(range(count))
-    axes.set_yticks(range(len(layers)), layers)
-    axes.set(xlabel="pruned head", ylabel="layer")
-    if grid.size <= 160:
-        for (i, j), value in np.ndenumerate(grid):
-            if not np.isnan(value):
-                shade = "white" if abs(value) > 0.6 * limit else "0.15"
-                axes.text(j, i, f"{value:+.1f}", ha="center", va="center", fontsize=7, color=shade)
-    drawing.colorbar(image, ax=axes, label="change in accuracy, points")
     save(drawing, stem)

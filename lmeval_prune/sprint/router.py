@@ -20,7 +20,6 @@ import numpy as np
 import torch
 from safetensors.torch import save
 from torch import Tensor
-from typing_extensions import TypedDict
 
 from lmeval_prune.artefacts import (
     ENVELOPE,
@@ -65,27 +64,10 @@ def embed(encoder: Any, texts: Sequence[str]) -> Tensor:
     """
     if not texts:
         return torch.empty(0)
-    numbers = {text: i for i, text in enumerate(dict.fromkeys(texts))}
-    progress = len(numbers) > 500
-    vectors = encoder.encode(list(numbers), batch_size=1, convert_to_tensor=True, show_progress_bar=progress)
+    vectors = encoder.encode(list(texts), batch_size=1, convert_to_tensor=True, show_progress_bar=len(texts) > 500)
     vectors = torch.as_tensor(vectors).detach().to("cpu", torch.float32).clone()
     check_finite({"vectors": vectors}, "the sentence encoder")
-    return vectors[[numbers[text] for text in texts]]
-
-
-def warn_of_long_texts(encoder: Any, texts: Sequence[str]) -> None:
-    """Warn of texts of which an encoder reads the beginning alone."""
-    from transformers import PreTrainedTokenizerBase
-
-    limit, tokenizer = encoder.max_seq_length, encoder.tokenizer
-    if not limit or not isinstance(tokenizer, PreTrainedTokenizerBase):
-        return
-    if count := sum(len(ids) > limit for ids in tokenizer(list(texts), verbose=False)["input_ids"]):
-        logger.warning(
-            "%d of %d questions are longer than the %d tokens that the sentence encoder reads: it knows their "
-            "beginnings alone; another --encoder, or a shorter --question_field, reads more",
-            *(count, len(texts), limit),
-        )
+    return vectors
 
 
 def fingerprint(encoder: Any) -> str:
@@ -98,15 +80,6 @@ def fingerprint(encoder: Any) -> str:
 
 
 # ---------------------------------------------------------------------- the router
-
-
-class RouterContents(TypedDict):
-    """Fields of `router.json` that every router has; the others are details of the fit."""
-
-    pool: list[str]
-    encoder: str
-    tensors_sha256: str
-    router: str
 
 
 @dataclass(frozen=True)
@@ -145,7 +118,12 @@ class Router:
 
     def ranking(self, embeddings: Tensor) -> list[list[int]]:
         """Return pool indices for each question in the order of the tries, from embeddings (questions, width)."""
-        return self.ranker.columns(embeddings, len(self.pool), self.method)
+        with torch.no_grad():
+            rows: list[list[int]] = self.ranker.order(embeddings).tolist()
+        columns = list(range(len(self.pool)))
+        if len(rows) != len(embeddings) or any(sorted(row) != columns for row in rows):
+            raise InputError(f"router {self.method} ordered other columns than 0 to {columns[-1]}, each once")
+        return rows
 
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Write `router.json`, which has the hash of the tensors, and `router.safetensors`."""
@@ -165,7 +143,7 @@ class Router:
     @classmethod
     def load(cls, folder: str | os.PathLike[str]) -> Router:
         """Read a router; a warning says so if its method has another version now."""
-        content, sha256 = read_artefact(Path(folder) / "router.json", SCHEMA, SCHEMA_VERSION, RouterContents)
+        content, sha256 = read_artefact(Path(folder) / "router.json", SCHEMA, SCHEMA_VERSION)
         about = {name: value for name, value in content.items() if name not in ENVELOPE}
         tensors = read_tensors(Path(folder) / "router.safetensors", about.pop("tensors_sha256"))
         pool, encoder, method = about.pop("pool"), about.pop("encoder"), about.pop("router")
@@ -174,14 +152,9 @@ class Router:
             now = import_path(kind.ranker)
             raise InputError(f"router={method} is {now} now, and was {recorded or 'of this package'}")
         if about.get("method_version", 1) != kind.version:
-            logger.warning(
-                "the router in %s was fitted by another version of %s than is installed, which may order its pool in "
-                "another way: fit it again",
-                *(folder, method),
-            )
-        return cls(
-            kind.ranker.from_dict({**tensors, **settings}, "the fitted router"), pool, encoder, method, about, sha256
-        )
+            logger.warning("the router in %s was fitted by another version of %s: fit it again", folder, method)
+        ranker = kind.ranker.from_dict({**tensors, **settings}, "the fitted router")
+        return cls(ranker, pool, encoder, method, about, sha256)
 
 
 # ---------------------------------------------------------------------- fitting
@@ -194,18 +167,15 @@ def fit(outcomes: Outcomes, encoder: str, options: FitOptions | None = None) -> 
     groups = number_questions(outcomes.texts)
     _, used = split(groups, options.holdout, [options.seed, 1])
     outcomes = outcomes.rows(used)
-    dense = torch.from_numpy(outcomes.z[:, outcomes.pool.index(DENSE)]) if DENSE in outcomes.pool else None
     if not options.dense:
         outcomes = outcomes.columns([name for name in outcomes.pool if name != DENSE])
     observed = outcomes.z[outcomes.observed]
     if not observed.size or observed.min() == observed.max():
         raise InputError(
-            f"of {len(outcomes.texts)} questions that are not held out every head solves all or none: there is nothing "
-            f"to learn; sweep other questions"
+            f"every head solves all or none of {len(outcomes.texts)} questions: nothing to learn; sweep others"
         )
     z = torch.from_numpy(outcomes.z)
     model = load_encoder(encoder)
-    warn_of_long_texts(model, outcomes.texts)
     x = embed(model, outcomes.texts)
     about = {
         "encoder_fingerprint": fingerprint(model),
@@ -214,16 +184,13 @@ def fit(outcomes: Outcomes, encoder: str, options: FitOptions | None = None) -> 
         "questions": len(z),
         "questions_no_head_solves": int((~(z == 1).any(1)).sum()),
         "questions_all_heads_solve": int(((z == 1) | z.isnan()).all(1).sum()),
-        "answers": outcomes.lengths,
-        "unknown_cells": int(z.isnan().sum()),
         "held_out": len(groups) - len(used),
         "seen": sorted({digest(text) for text in outcomes.texts}),
     }
-    return fit_embeddings(x, z, outcomes.pool, encoder, options, about, number_questions(outcomes.texts), dense)
+    return fit_embeddings(x, z, outcomes.pool, encoder, options, about, number_questions(outcomes.texts))
 
 
 def number_questions(texts: Sequence[str]) -> list[int]:
-    """Number the questions; equal texts have the same number."""
     numbers: dict[str, int] = {}
     return [numbers.setdefault(text, len(numbers)) for text in texts]
 
@@ -243,17 +210,11 @@ def fit_embeddings(
     options: FitOptions,
     about: dict[str, Any] | None = None,
     groups: Sequence[int] | None = None,
-    dense: Tensor | None = None,
 ) -> Router:
     """Fit a router from embeddings of shape (questions, width) and Z of shape (questions, pool).
 
-    Of all candidates the one with the highest mean of validation pass@1 … pass@8 is chosen, then by loss.
-
-    Args:
-        x, z, pool: embeddings, outcomes and the names of the columns.
-        encoder, options, about: name of the encoder, settings of the fit, and details for `router.json`.
-        groups: number of each row's group, whose rows are in the same split; by default each row is a group.
-        dense: outcomes of the unpruned model, shape (questions,), which need not be in the pool.
+    Of all candidates the one with the highest mean of validation pass@1 … pass@8 is chosen, then by loss. Rows with the
+    same number in `groups` are in the same split; `about` has further details for `router.json`.
     """
     method = options.method()
     validation, training = split(groups or range(len(z)), options.validation, options.seed)
@@ -261,11 +222,10 @@ def fit_embeddings(
     if several and not validation:  # training losses do not choose between settings
         raise InputError(f"several values of {several[0]} need a validation split: give validation, or a single value")
     examples = Examples(x[training], z[training], x[validation], z[validation], options.seed)
-    dense_rate = float((dense[validation] == 1).double().mean()) if dense is not None and validation else None
     tried = []
     for candidate in method.candidates(examples):
         numbers = candidate.ranker.tensors | {"loss": torch.tensor(candidate.loss)}
-        check_finite(numbers, f"a candidate of router {options.router}", "mend its `candidates`")
+        check_finite(numbers, f"a candidate of router {options.router}", "give a smaller learning_rate, or mend it")
         router = Router(candidate.ranker, pool, encoder, options.router)
         passes = {}
         if validation:  # an unknown outcome counts as not solved
@@ -285,11 +245,7 @@ def fit_embeddings(
             "training_questions": len(training),
             "validation_questions": len(validation),
             "validation_pass": passes,
-            "validation_dense": dense_rate,
-            "tried": [
-                {**each.values, "validation_loss": each.loss, "validation_pass": its_passes}
-                for each, _, its_passes in tried
-            ],
+            "tried": [{**one.values, "validation_loss": one.loss, "validation_pass": its} for one, _, its in tried],
             **candidate.about,
         },
     )
@@ -300,47 +256,30 @@ def fit_embeddings(
 
 @dataclass(frozen=True)
 class Policy:
-    """An order of a pool for each question.
+    """An order of a pool for each question; a router is one, too."""
 
-    Attributes:
-        pool: names of the heads, and perhaps `dense`.
-        identity: JSON value that determines the order.
-        order: function from questions to one order of the pool each, first choice first.
-        note: warning about its results.
-    """
-
-    pool: list[str]
-    identity: dict[str, Any]
-    order: Callable[[Sequence[str]], list[list[str]]]
-    note: str = ""
+    pool: list[str]  # names of the heads, and perhaps `dense`
+    order: Callable[[Sequence[str]], list[list[str]]]  # of questions: an order of the pool each, first choice first
 
 
-def nearest(router: Router) -> Policy:
-    """Order by a fitted router."""
-    identity = {"policy": "router", "router_sha256": router.sha256, "encoder": router.encoder}
-    return Policy(router.pool, identity, router.order)
-
-
-def random_order(pool: list[str], seed: int = 0, name: str = "random") -> Policy:
-    """Order at random by seed and question, independently of the other questions."""
-
+def random_order(pool: list[str], seed: int = 0) -> Policy:
     def order(questions: Sequence[str]) -> list[list[str]]:
         return [random.Random(digest([seed, question])).sample(pool, len(pool)) for question in questions]
 
-    return Policy(pool, {"policy": name, "pool": pool, "seed": seed}, order)
+    return Policy(pool, order)
 
 
 def random_top(outcomes: Outcomes, size: int, seed: int = 0) -> Policy:
     """Order at random the `size` heads that together solve most training questions: the paper's random baseline."""
     chosen = greedy_cover(outcomes.z, min(size, len(outcomes.pool)))
-    return random_order([outcomes.pool[j] for j in chosen], seed, "random_top")
+    return random_order([outcomes.pool[j] for j in chosen], seed)
 
 
 def best(outcomes: Outcomes) -> Policy:
     """Order by training accuracy, the same for all questions; ties by pool order."""
     accuracy = np.nan_to_num(outcomes.accuracy(), nan=-1.0)
     pool = [outcomes.pool[j] for j in np.argsort(-accuracy, kind="stable")]
-    return Policy(pool, {"policy": "best", "pool": pool}, lambda questions: [pool for _ in questions])
+    return Policy(pool, lambda questions: [pool for _ in questions])
 
 
 def oracle(outcomes: Outcomes) -> Policy:
@@ -353,8 +292,7 @@ def oracle(outcomes: Outcomes) -> Policy:
         z = np.nan_to_num(outcomes.z[[row_of[question] for question in questions]], nan=0.0)
         return [[outcomes.pool[j] for j in row] for row in np.argsort(-z, axis=1, kind="stable")]
 
-    identity = {"policy": "oracle", "outcomes": digest(np.nan_to_num(outcomes.z, nan=-1).tolist())}
-    return Policy(outcomes.pool, identity, order, "not a method: it uses the outcomes of the questions that it answers")
+    return Policy(outcomes.pool, order)
 
 
 def greedy_cover(z: np.ndarray, size: int) -> list[int]:

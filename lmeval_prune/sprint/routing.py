@@ -13,17 +13,13 @@ from lmeval_prune.interventions.table import check_weights
 from lmeval_prune.models.arguments import Arguments
 from lmeval_prune.models.head_router import DENSE, POLICIES, HeadRouter, attempt_order
 from lmeval_prune.sprint.outcomes import OutcomeStore, question_field
-from lmeval_prune.sprint.router import Policy, Router, best, nearest, oracle, random_order, random_top
+from lmeval_prune.sprint.router import Policy, Router, best, oracle, random_order, random_top
 
 logger = logging.getLogger(__name__)
 
 
 class Routing(HeadRouter):
-    """Apply a policy to lm-eval's requests: try i of a question prunes the i-th head of its order.
-
-    Args:
-        arguments: model arguments with `router` and its settings.
-    """
+    """Applies the policy of the model arguments to requests: try i of a question prunes the i-th head of its order."""
 
     def __init__(self, arguments: Arguments) -> None:
         super().__init__()
@@ -31,25 +27,22 @@ class Routing(HeadRouter):
         self.source = str(arguments.router)
         self._random_pool, self._seed = arguments.router_pool, arguments.router_seed
         self.orders: dict[str, list[str]] = {}  # by question
-        self.policy: Policy
+        self.policy: Policy | Router
+        self._about: dict[str, Any] = {"policy": self.source, "seed": self._seed}  # for the results file
         self.model: dict[str, Any] = {}  # identity of the model that the router or the outcomes were made for
         self._training_questions: frozenset[str] = frozenset()  # digests of the questions that the policy was made from
         self._repeated: set[str] = set()  # of these, what this run answers
         tasks: dict[str, Any] = {}  # settings of the tasks of the outcomes
+        if arguments.router_pool and self.source != "random":
+            raise InputError(f"router_pool is for router=random; router={self.source} has another pool")
         if self.source not in POLICIES:
-            if arguments.router_store or arguments.router_pool:
-                raise InputError("a fitted router has its own pool; leave out router_store and router_pool")
             router = Router.load(self.source)
             self.model, tasks = router.about.get("model", {}), router.about.get("tasks", {})
-            self.policy, self._training_questions = nearest(router), frozenset(router.about.get("seen", ()))
-        elif arguments.router_pool:  # `fit_to` makes the policy, because the pool depends on the model's heads
-            if self.source != "random":
-                raise InputError(
-                    f"router_pool is for router=random; router={self.source} takes its pool from router_store"
-                )
-        elif not arguments.router_store:
-            raise InputError(f"router={self.source} needs router_store=FOLDER, an outcome store")
-        else:
+            self._about = {"policy": "router", "router_sha256": router.sha256, "encoder": router.encoder}
+            self.policy, self._training_questions = router, frozenset(router.about.get("seen", ()))
+        elif not arguments.router_pool:  # else `fit_to` makes the policy, because the pool depends on the model's heads
+            if not arguments.router_store:
+                raise InputError(f"router={self.source} needs router_store=FOLDER, an outcome store")
             outcomes = OutcomeStore(arguments.router_store).read()
             self.model, tasks = outcomes.model, outcomes.tasks
             if self.source == "random":
@@ -87,11 +80,9 @@ class Routing(HeadRouter):
 
     @property
     def pool(self) -> Sequence[str]:
-        """Return the names of the heads that the policy orders."""
         return self.policy.pool
 
     def prepare(self, requests: Sequence[Any], lm: Any) -> None:
-        """Order the pool for the questions of these requests."""
         for request in requests:
             if request.repeats > len(self.pool):
                 raise InputError(
@@ -113,7 +104,6 @@ class Routing(HeadRouter):
             self.orders |= zip(questions, self.policy.order(questions), strict=True)
 
     def order(self, request: Any) -> Sequence[str]:
-        """Return the pool in the order of the tries at the request's question."""
         return self.orders[self._question(request)]
 
     def _question(self, request: Any) -> str:
@@ -122,7 +112,7 @@ class Routing(HeadRouter):
     @property
     def info(self) -> dict[str, Any]:
         """Return the description of the policy for the results file."""
-        note = {"note": self.policy.note} if self.policy.note else {}
-        identity = {**self.policy.identity, "question_field": self.question_field}
-        repeated = {"training_questions": len(self._repeated)} if self._repeated else {}
-        return {"source": self.source, "pool": list(self.pool), **identity, **note, **repeated}
+        info = {"source": self.source, "pool": list(self.pool), **self._about, "question_field": self.question_field}
+        if self.source == "oracle":
+            info["note"] = "not a method: it uses the outcomes of the questions that it answers"
+        return info | ({"training_questions": len(self._repeated)} if self._repeated else {})

@@ -45,7 +45,6 @@ class SweepPool(FixedOrderRouter):
         self.heads = heads
 
     def fit_to(self, model_map: ModelMap, weights: str | None, interventions: list[Any]) -> None:
-        """Look the heads up in the model; see the base class."""
         self.pool = attempt_order([DENSE, *map(str, Head.parse(self.heads, model_map))])
         super().fit_to(model_map, weights, interventions)
 
@@ -54,22 +53,14 @@ class SweptTask(ConfigurableTask):
     """A task whose documents are answered `repeats` times; `swept` mixes this class into the task's own class.
 
     Filter and metric are applied to each response alone, so the outcomes are those of the task without repeats.
-
-    Attributes:
-        metric: metric of an outcome, 0 or 1.
-        filter: name of the filter whose results are scored.
-        question_field: document field with the question.
-        split: name of the evaluated split.
-        scored_splits: names of the split that the task itself scores.
-        prompts: digest of the prompt of each document, over all processes, by the document's index.
     """
 
-    metric: str
-    filter: str
+    metric: str  # of an outcome, 0 or 1
+    filter: str  # whose results are scored
     question_field: str
-    split: str
-    scored_splits: list[str]
-    prompts: dict[int, str]
+    split: str  # that is evaluated
+    scored_splits: list[str]  # of the task itself
+    prompts: dict[int, str]  # digest of the prompt of each document, over all processes, by the document's index
     _instances: list[Instance] | None
 
     def build_all_requests(
@@ -110,20 +101,14 @@ class SweptTask(ConfigurableTask):
 
     def process_results(self, doc: dict[str, Any], results: Sequence[Any]) -> dict[str, Any]:
         """Score each try: whether it is right, and its extracted answer (empty if the task does not report it)."""
-        return self.score_tries(doc, results[0])
-
-    def score_tries(self, doc: dict[str, Any], responses: Sequence[Any]) -> dict[str, Any]:
-        """Score filtered responses; `InputError` if the metric is not 0 or 1."""
-        scores = [super(SweptTask, self).process_results(doc, [response]) for response in responses]
+        scores = [super(SweptTask, self).process_results(doc, [response]) for response in results[0]]
         outcomes = [tries.is_right(self, score, self.metric) for score in scores]
         return {"outcomes": outcomes, "extracted": [str(score.get("extracted", "")) for score in scores]}
 
     def aggregation(self) -> dict[str, Callable[..., Any]]:
-        """Return the accuracy over all tries, and the number of extracted answers."""
         return {"outcomes": lambda rows: sum(map(sum, rows)) / sum(map(len, rows)), "extracted": len}
 
     def higher_is_better(self) -> dict[str, bool]:
-        """Return that higher is better."""
         return {"outcomes": True, "extracted": True}
 
 
@@ -143,9 +128,8 @@ def swept(task: Task, options: SweepOptions) -> SweptTask:
             raise InputError(f"task {name} takes its exemplars from {split}; use another split, or no exemplars")
         if not is_own and shots and unnamed_exemplar_split(task) == split:
             raise InputError(
-                f"task {name} takes its exemplars from {split}, and lm-eval leaves a question out of its own exemplars "
-                f"only if the task's file names their split: write `fewshot_split: {split}` in it, or use another "
-                f"split, or no exemplars"
+                f"task {name} takes its exemplars from {split}, where a question may be its own; write `fewshot_split: "
+                f"{split}` in its file, or use another split, or no exemplars"
             )
         if not is_own:
             task.set_config(key="test_split", value=split)
@@ -160,7 +144,7 @@ def swept(task: Task, options: SweepOptions) -> SweptTask:
     # score an empty answer, so that a wrong metric is refused before the model generates anything
     doc = result.eval_docs[0]
     empty = compat.request("generate_until", ("", {}), result.task_name, 0, doc=doc, resps=[""])
-    result.score_tries(doc, tries.filtered(result, [empty]))
+    result.process_results(doc, [tries.filtered(result, [empty])])
     return result
 
 
@@ -182,12 +166,11 @@ def run_sweep(options: SweepOptions) -> Outcomes | None:
     layers = DEFAULT_LAYERS if options.layers is None else options.layers
     pool = SweepPool(options.heads or "+".join(f"L{layer}H*" for layer in layers))
     arguments = {**options.model_args, "responses": options.output, "router": pool}
-    # deterministic: a resumed run decides near-ties as an uninterrupted run does
-    lm: PrunedHFLM | PrunedServerLM = (
-        PrunedServerLM(options.server, **arguments)
-        if options.server
-        else PrunedHFLM(**{"deterministic": True, **arguments})
-    )
+    lm: PrunedHFLM | PrunedServerLM
+    if options.server:
+        lm = PrunedServerLM(options.server, **arguments)
+    else:  # deterministic: a resumed run decides near-ties as an uninterrupted run does
+        lm = PrunedHFLM(**{"deterministic": True, **arguments})
     try:
         chat = options.apply_chat_template
         prompting: dict[str, Any] = {
@@ -220,7 +203,10 @@ def run_sweep(options: SweepOptions) -> Outcomes | None:
             if lm.rank == 0:
                 template = str(lm.chat_template(True)) if chat else ""
                 settings = {name: _settings(task, options, template) for name, task in tasks.items()}
-                store.begin(_identity(lm), settings, _questions(tasks), pool.pool)
+                name = Path(str(getattr(lm.config, "_name_or_path", ""))).name
+                model = {"name": name, **lm.identity, "interventions": lm.intervention_identities()}
+                model = json.loads(json.dumps(model | {"versions": lm.versions})) | lm.outcome_identity
+                store.begin(model, settings, _questions(tasks), pool.pool)
             failed = False
         finally:
             failed_anywhere = lm.any_rank(failed)
@@ -268,24 +254,17 @@ def _settings(task: SweptTask, options: SweepOptions, template: str) -> dict[str
     }
 
 
-def _identity(lm: Any) -> dict[str, Any]:
-    name = str(getattr(lm.config, "_name_or_path", ""))
-    identity = {"name": Path(name).name or name, **lm.identity, "interventions": lm.intervention_identities()}
-    return {**json.loads(json.dumps(identity | {"versions": lm.versions})), **lm.outcome_identity}
-
-
 def _questions(tasks: dict[str, SweptTask]) -> list[dict[str, Any]]:
     """Return the rows of the questions; their attributes are the short fields that reports can group by."""
-    hidden = {"target", "answer", "id", "unique_id", "doc_id"}
     rows = []
     for name, task in tasks.items():
+        hidden = {"target", "answer", "id", "unique_id", "doc_id", task.question_field}
         for doc_id, prompt in sorted(task.prompts.items()):
             doc = task.eval_docs[doc_id]
             attributes = {
                 field: value
                 for field, value in doc.items()
-                if field not in hidden | {task.question_field}
-                and (isinstance(value, bool | int) or (isinstance(value, str) and len(value) <= 64))
+                if field not in hidden and (isinstance(value, int) or (isinstance(value, str) and len(value) <= 64))
             }
             row = {"task": name, "split": task.split, "doc_id": doc_id, "question": str(doc[task.question_field])}
             rows.append({**row, "prompt": prompt, "attributes": attributes})
@@ -294,19 +273,12 @@ def _questions(tasks: dict[str, SweptTask]) -> list[dict[str, Any]]:
 
 def _cells(tasks: dict[str, SweptTask], samples: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
     cells = []
+    names = ("attempt", "answer", "length", "cut_off", "outcome", "extracted")
     for name, rows in samples.items():
         for row in rows:
-            (_, answers) = row["arguments"][0]
-            columns = {
-                "attempt": answers["attempts"],
-                "answer": answers["answers"],
-                "length": answers["lengths"],
-                "cut_off": answers["cut_off"],
-                "outcome": row["outcomes"],
-                "extracted": row["extracted"],
-            }
+            answers = row["arguments"][0][1]
+            columns = [answers[each] for each in ("attempts", "answers", "lengths", "cut_off")]
             question = {"task": name, "split": tasks[name].split, "doc_id": row["doc_id"]}
-            cells += [
-                question | dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)
-            ]
+            for values in zip(*columns, row["outcomes"], row["extracted"], strict=True):
+                cells.append({**question, **dict(zip(names, values, strict=True))})
     return cells

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+import re
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -12,15 +13,17 @@ from lmeval_prune.errors import InputError
 
 T = TypeVar("T")
 Document = Mapping[str, Any]
+SHARED_WORDS = 13  # consecutive words of a test question that exclude a prompt, or all of a shorter question
+LEAST_WORDS = 8  # of a question that prompts are searched for: shorter ones meet by chance (GPT-3, arXiv 2005.14165, C)
+_UNSPACED = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff"  # of Chinese and Japanese: each is a word
+_WORD = re.compile(f"[{_UNSPACED}]|[^\\W{_UNSPACED}]+")
 
 
 def question_key(document: Document, field: str = "question") -> str:
-    """Return a digest of a document's question, which identifies it in other splits and runs."""
     return digest(document[field])
 
 
 def question_keys(documents: Iterable[Document]) -> frozenset[str]:
-    """Return the digests of the documents' questions."""
     return frozenset(question_key(document) for document in documents)
 
 
@@ -30,7 +33,6 @@ def documents_digest(*parts: Sequence[Document]) -> str:
 
 
 def other_folds(data: str, test: str | None) -> list[str]:
-    """Return the folds of a data set other than the test fold."""
     from lmeval_prune.tasks.data import DATA
 
     return [name for name in DATA[data].splits if name.startswith("fold") and name != test]
@@ -50,15 +52,43 @@ def drop_test_questions(rows: Iterable[Document], test: Iterable[Document], test
 
 
 def normalised_question(question: object) -> str:
-    """Return a question in lower case with single spaces."""
     return " ".join(str(question).lower().split())
+
+
+class QuestionSearch:
+    """Finds test questions in prompts, and prompts that are those of the test, whatever their case and spaces.
+
+    Questions of fewer than 8 words, which other texts can have by chance, and `prompts` are only compared with whole
+    prompts.
+    """
+
+    def __init__(self, questions: Iterable[str], prompts: Iterable[str] = ()) -> None:
+        of_questions = {_words(question) for question in questions}
+        self.whole = (of_questions | {_words(prompt) for prompt in prompts}) - {()}
+        self.runs: dict[int, set[tuple[str, ...]]] = {}  # by their length
+        for words in of_questions:
+            if len(words) >= LEAST_WORDS:
+                length = min(len(words), SHARED_WORDS)
+                self.runs.setdefault(length, set()).update(_runs(words, length))
+
+    def is_in(self, prompt: str) -> bool:
+        """Return whether a prompt is the test's, has 13 consecutive words of a question, or all of a shorter one's."""
+        words = _words(prompt)
+        return words in self.whole or any(not runs.isdisjoint(_runs(words, n)) for n, runs in self.runs.items())
+
+
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(_WORD.findall(text.lower()))
+
+
+def _runs(words: Sequence[str], length: int) -> Iterator[tuple[str, ...]]:
+    return (tuple(words[start : start + length]) for start in range(len(words) - length + 1))
 
 
 def split_by_question(problems: Sequence[T], questions: Iterable[Hashable], count: int) -> tuple[list[T], list[T]]:
     """Split problems into at most the first `count` and the others, with all problems of a question on one side.
 
-    Problems of one question stand together, where the first of them is. If each question has more than `count`
-    problems, those of the question with the fewest are split off.
+    If each question has more than `count` problems, those of the question with the fewest are split off.
     """
     groups: dict[Hashable, list[T]] = {}
     for problem, question in zip(problems, questions, strict=True):

@@ -1,13 +1,11 @@
-"""Resumable transformers Trainer on batches of similar length; digests that its checkpoints go with; loss curves."""
+"""Resumable transformers Trainer on batches of similar length; loss curves."""
 
 from __future__ import annotations
 
 import json
-import logging
 import random
 import shutil
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -15,44 +13,21 @@ from typing import Any
 
 import torch
 from torch.utils.data import Sampler
-from transformers import EarlyStoppingCallback, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
-from typing_extensions import TypedDict
+from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from lmeval_prune.architectures.names import compact_names
 from lmeval_prune.architectures.precision import fast_products
 from lmeval_prune.artefacts import read_json
 from lmeval_prune.attributes import replaced
 from lmeval_prune.errors import InputError
 from lmeval_prune.reporting.plot_style import COLOURS, figure, save
 
-logger = logging.getLogger(__name__)
-
 ACCURACY = "eval_accuracy"
-
-# ---------------------------------------------------------------------- what a result depends on
 
 
 def result_settings(options: Any) -> dict[str, Any]:
     """Return the options that the result depends on, as JSON: all except paths."""
     settings = json.loads(json.dumps(asdict(options)))
     return {name: value for name, value in settings.items() if name not in ("output", "data_dir")}
-
-
-def digests(sources: Mapping[str, Callable[[], str]], finished: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Return digests of what is trained on, by their names in the settings.
-
-    A finished result does not need it: what cannot be read any more counts as in `finished`, with a warning.
-    """
-    found = dict[str, Any]()
-    for name, read in sources.items():
-        try:
-            found[name] = read()
-        except (InputError, OSError) as error:
-            if finished is None:
-                raise
-            logger.warning("whether %s is the same as before is not known: %s", name, error)
-            found[name] = finished.get(name)
-    return found
 
 
 # ---------------------------------------------------------------------- trainer
@@ -70,7 +45,6 @@ class BatchesByLength(Sampler[int]):
         self.lengths, self.batch, self.seed, self.epoch = lengths, batch, seed, 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the order of an epoch."""
         self.epoch = epoch
 
     def __len__(self) -> int:
@@ -87,55 +61,20 @@ class BatchesByLength(Sampler[int]):
         yield from (index for batch in [*batches, last] for index in batch)
 
 
-class Progress(TrainerCallback):
-    """Prints losses and remaining time at each log; ends a training whose weights are NaN or infinite.
+class StopDiverged(TrainerCallback):
+    """Ends a training whose weights are NaN or infinite, which no step makes numbers again.
 
-    Such weights, which no step makes numbers again, are neither validated nor kept as a checkpoint.
-
-    Args:
-        name: prefix of each line.
-        following: number of trainings of the same length that follow.
+    Such weights are neither validated nor kept as a checkpoint.
     """
 
-    def __init__(self, name: str = "", following: int = 0) -> None:
-        self.name, self.following, self.has_diverged = name, following, False
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-        """Start the clock."""
-        self.start, self.first_step = time.monotonic(), state.global_step
-        if self.first_step:
-            self._print(f"{self.name}resumes after epoch {state.epoch:.2f}", state)
-
-    def on_epoch_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-        """Start the clock of an epoch."""
-        self.clock = time.monotonic()
+    has_diverged = False
 
     def on_log(self, args: Any, state: Any, control: Any, model: Any = None, **others: Any) -> None:
-        """Print the latest row of the log, and look at the weights."""
-        row, clock = state.log_history[-1], time.monotonic()
-        if "loss" in row:
-            row["seconds"], self.clock = round(clock - self.clock, 1), clock
-            per_step = (clock - self.start) / max(1, state.global_step - self.first_step)
-            left = per_step * (state.max_steps * (1 + self.following) - state.global_step) / 60
-            position = f"{self.name}epoch {state.epoch:.2f} of {args.num_train_epochs:.0f}"
-            losses = _shown(row, ("loss", "response", "feature", "task"))
-            self._print(f"{position}: {losses}, {row['seconds']:.0f} s; at most about {left:.1f} min left", state)
-        elif "eval_loss" in row:
-            self.clock = clock  # validation is no part of the next row
-            self._print(f"  validation: {_shown(row, (ACCURACY, 'eval_task', 'eval_loss'))}", state)
         if not self.has_diverged and not _has_finite_weights(model):  # transformers logs again at the end
             self.has_diverged = True
             control.should_training_stop, control.should_evaluate, control.should_save = True, False, False
-            if state.best_global_step:
-                self._print("the training has diverged: the best weights before are kept", state)
-
-    def _print(self, text: str, state: Any) -> None:
-        if state.is_world_process_zero:
-            print(text, flush=True)
-
-
-def _shown(row: Mapping[str, Any], names: Sequence[str]) -> str:
-    return ", ".join(f"{name.removeprefix('eval_')} {row[name]:.4f}" for name in names if name in row)
+            if state.best_global_step and state.is_world_process_zero:
+                print("the training has diverged: the best weights before are kept", flush=True)
 
 
 def _has_finite_weights(model: Any) -> bool:
@@ -145,13 +84,8 @@ def _has_finite_weights(model: Any) -> bool:
 class ResumableTrainer(Trainer):
     """Trainer on batches of similar length.
 
-    Args:
-        model, arguments, collator, train, validation: as of transformers' Trainer.
-        lengths: numbers of tokens of the training examples.
-        score: returns further validation metrics, by their names in the log.
-        progress: what is printed.
-        patience: validations without improvement before training stops; 0: never.
-        settings: further arguments of transformers' Trainer.
+    `lengths` are numbers of tokens of the training examples; `score` returns further validation metrics, by their names
+    in the log; `settings` are further arguments of transformers' Trainer.
     """
 
     def __init__(
@@ -163,8 +97,6 @@ class ResumableTrainer(Trainer):
         validation: Sequence[Any],
         lengths: Sequence[int],
         score: Callable[[], dict[str, float]],
-        progress: Progress,
-        patience: int = 0,
         **settings: Any,
     ) -> None:
         self.lengths, self.score = lengths, score
@@ -174,13 +106,11 @@ class ResumableTrainer(Trainer):
             collator,
             train_dataset=list(train),
             eval_dataset=list(validation) or None,
-            callbacks=[progress, *([EarlyStoppingCallback(patience)] if patience else [])],
+            callbacks=[StopDiverged()],
             **settings,
         )
-        self.remove_callback(PrinterCallback)
 
     def evaluation_loop(self, *args: Any, **settings: Any) -> Any:
-        """Evaluate a split, and add the score to the metrics."""
         output = super().evaluation_loop(*args, **settings)
         return output._replace(metrics={**(output.metrics or {}), **self.score()})
 
@@ -208,12 +138,6 @@ class ResumableTrainer(Trainer):
         return BatchesByLength(self.lengths, self.args.per_device_train_batch_size, self.args.seed)
 
 
-class _TrainerState(TypedDict):
-    """Fields of `trainer_state.json` that are read."""
-
-    global_step: int
-
-
 def last_checkpoint(checkpoints: Path) -> str | None:
     """Return the newest complete checkpoint, and delete those from which no training resumes.
 
@@ -222,7 +146,7 @@ def last_checkpoint(checkpoints: Path) -> str | None:
     complete: dict[int, Path] = {}
     for folder in checkpoints.glob("checkpoint-*"):
         try:
-            step = read_json(folder / "trainer_state.json", _TrainerState)["global_step"]
+            step = read_json(folder / "trainer_state.json")["global_step"]
         except InputError:
             step = None
         if step is None or not any(folder.glob("optimizer*")):
@@ -235,14 +159,9 @@ def last_checkpoint(checkpoints: Path) -> str | None:
 def training_arguments(
     checkpoints: Path, validates: bool, best_by: tuple[str, bool] | None, **arguments: Any
 ) -> TrainingArguments:
-    """Return the `TrainingArguments` for transformers' Trainer.
+    """Return the `TrainingArguments` of a training with checkpoints, validations and logs each epoch, or `save_steps`.
 
-    Args:
-        checkpoints: folder of the checkpoints.
-        validates: whether there is a validation split.
-        best_by: metric that chooses the best epoch, and whether higher is better; None: keep the last epoch.
-        arguments: fields of `TrainingArguments`; `save_steps` are updates between checkpoints, validations and logs,
-            by default an epoch.
+    `best_by` is the metric that chooses the best epoch, and whether higher is better; None: the last epoch is kept.
     """
     save_steps = arguments.pop("save_steps", 0)
     interval, steps = "steps" if save_steps else "epoch", max(1, save_steps)
@@ -278,14 +197,7 @@ def training_arguments(
 def draw(
     stages: Sequence[Mapping[str, Any]], lines: Mapping[str, tuple[str, str, str]], title: str, stem: Path
 ) -> None:
-    """Draw losses and validation accuracy by epoch as `stem.png` and `stem.svg`.
-
-    Args:
-        stages: each with its `log`; one that removes something also has `stage` and `removed`.
-        lines: label, colour and line style of each loss in the log.
-        title: of the figure.
-        stem: path without an ending.
-    """
+    """Draw losses and validation accuracy by epoch; `lines` are label, colour and line style of losses in the logs."""
     picture, axes = figure(7, 3.4, title)
     right = axes.twinx() if any(ACCURACY in row for stage in stages for row in stage["log"]) else None
     start, labels = 0.0, set[str]()
@@ -303,12 +215,8 @@ def draw(
         end = start + max((row["epoch"] for row in log), default=0.0)
         if "removed" in stage:
             axes.axvspan(start, end, color="#f2f2f2" if stage["stage"] % 2 else "white", zorder=-1, lw=0)
-            if names := compact_names(stage.get("removed_blocks", ())):  # whole layers and blocks
-                text = f"−{names}"
-            else:
-                counts = [(stage["removed"].get(name), name) for name in ("heads", "channels")]
-                text = ", ".join(f"−{count} {name}" for count, name in counts if count) or "nothing removed"
-            axes.annotate(f" {text}", (start, 0.98), xycoords=("data", "axes fraction"), fontsize=7, va="top")
+            text = f" stage {stage['stage']}"
+            axes.annotate(text, (start, 0.98), xycoords=("data", "axes fraction"), fontsize=7, va="top")
         start = end
     axes.set_xlabel("epoch, over all stages" if len(stages) > 1 else "epoch")
     if labels:

@@ -12,11 +12,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, get_origin
 
-import torch
 from torch import Tensor
 
 from lmeval_prune.config import Settings, annotations_of, union_members
-from lmeval_prune.errors import InputError
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,75 +30,39 @@ class Ranker(Settings, ABC):
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """Return the fields that are tensors."""
         return {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Return the other fields, as JSON."""
         return {name: value for name, value in vars(self).items() if not isinstance(value, Tensor)}
-
-    def columns(self, x: Tensor, pool: int, name: str) -> list[list[int]]:
-        """Return `order(x)` as lists; `InputError` if it does not name each column of the pool once."""
-        with torch.no_grad():
-            order: Any = self.order(x)
-        rows = order.tolist() if isinstance(order, Tensor) else None
-        if rows is None or len(rows) != len(x) or any(sorted(row) != list(range(pool)) for row in rows):
-            raise InputError(f"router {name} ordered other columns than 0 to {pool - 1}, each once; mend its `order`")
-        return rows
 
 
 @dataclass(frozen=True)
 class Examples:
-    """Questions that a router is fitted and chosen on.
+    """Questions that a router is fitted and chosen on."""
 
-    Attributes:
-        x: embeddings of the training questions, shape (questions, width), float32.
-        z: their outcomes, shape (questions, pool): 1, 0 or NaN (unknown).
-        validation_x, validation_z: those of the validation questions; perhaps none.
-        seed: seed of initial values and of the order of questions.
-    """
-
-    x: Tensor
-    z: Tensor
-    validation_x: Tensor
+    x: Tensor  # embeddings of the training questions, shape (questions, width), float32
+    z: Tensor  # their outcomes, shape (questions, pool): 1, 0 or NaN (unknown)
+    validation_x: Tensor  # of the validation questions, perhaps none
     validation_z: Tensor
-    seed: int = 0
-
-    @property
-    def judged(self) -> tuple[Tensor, Tensor]:
-        """Return embeddings and outcomes of the validation questions; of the training questions if there are none."""
-        return (self.validation_x, self.validation_z) if len(self.validation_z) else (self.x, self.z)
+    seed: int = 0  # of initial values and of the order of questions
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A ranker for one combination of option values.
+    """A ranker for one combination of option values."""
 
-    Attributes:
-        values: these values, as JSON.
-        ranker: the ranker.
-        loss: its loss on the validation questions (on the training questions if there are none); it decides between
-            candidates with equal pass@k.
-        about: other details, as JSON, for `router.json`.
-    """
-
-    values: dict[str, Any]
+    values: dict[str, Any]  # JSON
     ranker: Ranker
-    loss: float
-    about: dict[str, Any] = field(default_factory=dict)
+    loss: float  # on the validation (without any, training) questions; decides between candidates with equal pass@k
+    about: dict[str, Any] = field(default_factory=dict)  # other details, as JSON, for `router.json`
 
 
 @dataclass(frozen=True)
 class RouterMethod(Settings, ABC):
-    """A method of fitting routers; a field with several values is chosen on the validation questions.
+    """A method of fitting routers; a field with several values is chosen on the validation questions."""
 
-    Attributes:
-        version: (class) raise it when the arithmetic changes.
-        ranker: (class) class of its rankers.
-    """
-
-    version: ClassVar[int] = 1
+    version: ClassVar[int] = 1  # raise it when the arithmetic changes
     ranker: ClassVar[type[Ranker]]
 
     def __post_init__(self) -> None:

@@ -8,21 +8,17 @@ and is left out of the first term. A question that all heads solve adds 0.
 
 from __future__ import annotations
 
-import logging
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
 from typing import Any, ClassVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from lmeval_prune.errors import InputError
 from lmeval_prune.sprint.options import ContrastiveOptions
 from lmeval_prune.sprint.routers import Candidate, Examples, Ranker, RouterMethod
-
-logger = logging.getLogger(__name__)
 
 
 def squared_distances(q: Tensor, v: Tensor) -> Tensor:
@@ -33,10 +29,7 @@ def squared_distances(q: Tensor, v: Tensor) -> Tensor:
 def ranking_losses(q: Tensor, v: Tensor, z: Tensor) -> Tensor:
     """Return the first term of eq. 1 for each question that some head solves.
 
-    Args:
-        q: question embeddings (questions, p).
-        v: head embeddings (heads, p).
-        z: outcomes (questions, heads): 1, 0 or NaN (unknown).
+    The shapes are q (questions, p), v (heads, p) and z (questions, heads): 1, 0 or NaN (unknown).
     """
     solved = (z == 1).any(1)
     logits, z = -squared_distances(q[solved], v), z[solved]
@@ -78,15 +71,10 @@ def contrastive_loss(q: Tensor, v: Tensor, z: Tensor, s: Tensor, weight: float) 
 
 @dataclass(frozen=True, eq=False)
 class NearestHeads(Ranker):
-    """Orders heads by the squared distance of v_j to q = θ φ(x).
+    """Orders heads by the squared distance of v_j to q = θ φ(x)."""
 
-    Attributes:
-        theta: θ, shape (p, width).
-        heads: head embeddings v_j, shape (pool, p).
-    """
-
-    theta: Tensor
-    heads: Tensor
+    theta: Tensor  # θ, shape (p, width)
+    heads: Tensor  # head embeddings v_j, shape (pool, p)
 
     def order(self, x: Tensor) -> Tensor:
         """Return the nearest head first; ties, also those by rounding, by pool order."""
@@ -101,15 +89,9 @@ class Contrastive(ContrastiveOptions, RouterMethod):
     ranker: ClassVar = NearestHeads
 
     def candidates(self, examples: Examples) -> Iterator[Candidate]:
-        """Fit each p and λ; see the base class."""
         for size, weight in product(self.sizes, self.weights):
             theta, heads, curve = self._optimise(examples, size, weight)
             loss = min(epoch["validation"] for epoch in curve)
-            if not np.isfinite([loss, curve[-1]["training"]]).all():
-                fit = f"the fit with p={size}, lambda={weight:g} has diverged at learning_rate={self.learning_rate:g}"
-                if not np.isfinite(loss):
-                    raise InputError(f"{fit}; give a smaller one")
-                logger.warning("%s in epoch %d: the best epoch before is kept; give a smaller one", fit, len(curve))
             yield Candidate({"p": size, "lambda": weight}, NearestHeads(theta, heads), loss, {"curve": curve})
 
     def _optimise(self, examples: Examples, size: int, weight: float) -> tuple[Tensor, Tensor, list[dict[str, float]]]:
@@ -122,7 +104,7 @@ class Contrastive(ContrastiveOptions, RouterMethod):
         s = agreement(z)
         decays: list[dict[str, Any]] = [{"params": [theta]}, {"params": [raw], "weight_decay": 0.0}]
         optimiser = torch.optim.AdamW(decays, lr=self.learning_rate, weight_decay=self.decay)
-        best, lowest, epochs_since = (theta.detach().clone(), raw.detach().clone()), float("inf"), 0
+        best, lowest, epochs_since = (theta.detach().clone(), raw.detach().clone()), math.inf, 0
         curve: list[dict[str, float]] = []
         for epoch in range(self.epochs):
             for batch in torch.randperm(len(x), generator=generator).split(self.batch):
@@ -139,6 +121,6 @@ class Contrastive(ContrastiveOptions, RouterMethod):
             epochs_since += 1
             if validation_loss < lowest:
                 best, lowest, epochs_since = (theta.detach().clone(), raw.detach().clone()), validation_loss, 0
-            if epochs_since >= self.patience or not np.isfinite(training_loss):
+            if epochs_since >= self.patience or not math.isfinite(training_loss):
                 break
         return best[0], constrain(best[1], self.diversity, self.radius).detach(), curve

@@ -20,19 +20,12 @@ Weighting = Literal["uniform", "distance"]
 
 @dataclass(frozen=True, eq=False)
 class Neighbours(Ranker):
-    """Weighs the training questions for a question, and orders columns by their outcomes.
+    """Weighs the training questions for a question, and orders columns by their outcomes."""
 
-    Attributes:
-        mean, scale: standardisation of embeddings, shape (width,).
-        vectors: standardised embeddings of the training questions, each of length 1, shape (questions, width).
-        outcomes: their outcomes, shape (questions, pool); an unknown one is the column's share of solved questions.
-        k, weighting, prior: as in `Knn`.
-    """
-
-    mean: Tensor
+    mean: Tensor  # standardisation of embeddings, shape (width,), and its scale
     scale: Tensor
-    vectors: Tensor
-    outcomes: Tensor
+    vectors: Tensor  # standardised embeddings of the training questions, of length 1, shape (questions, width)
+    outcomes: Tensor  # shape (questions, pool); an unknown one is the column's share of solved questions
     k: Count
     weighting: Weighting
     prior: Positive
@@ -77,7 +70,6 @@ def standardisation(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def unit(vectors: Tensor) -> Tensor:
-    """Scale vectors (…, width) to length 1; zeros stay."""
     return vectors / vectors.norm(dim=-1, keepdim=True).clamp(min=1e-12)
 
 
@@ -104,12 +96,13 @@ class Knn(RouterMethod):
     prior: Annotated[tuple[Positive, ...], MinLen(1)] = (1.0, 20.0)
 
     def candidates(self, examples: Examples) -> Iterator[Candidate]:
-        """Combine all values of k, weighting and prior; see the base class."""
         mean, scale = standardisation(examples.x)
         vectors, z = unit((examples.x.double() - mean) / scale), examples.z.double()
         rates = (z == 1).double().sum(0) / (~z.isnan()).double().sum(0).clamp(min=1)
         outcomes = torch.where(z.isnan(), rates, z)
-        x, z = examples.judged
+        x, z = examples.x, examples.z
+        if len(examples.validation_z):
+            x, z = examples.validation_x, examples.validation_z
         for k, weighting, prior in product(sorted({min(k, len(vectors)) for k in self.k}), self.weighting, self.prior):
             ranker = Neighbours(mean, scale, vectors, outcomes, k, weighting, prior)
             values: dict[str, Any] = {"k": k, "weighting": weighting, "prior": prior}

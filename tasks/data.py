@@ -225,11 +225,11 @@ def custom_dataset(
     data_split: str | None = None,
     **others: Any,
 ) -> dict[str, datasets.Dataset]:
-    """Load the data of a task for lm-eval: the questions as split `test`, the few-shot exemplars as `train`.
+    """Load the data of a task for lm-eval: the questions as split `test`, the few-shot examples as `train`.
 
     Args:
         prune_data: a key of `DATA`.
-        prune_test, prune_train: splits of the questions and of the exemplars.
+        prune_test, prune_train: splits of the questions and of the few-shot examples.
         data_dir, data_split: from `--metadata`: local folder; another split for the questions.
         others: other metadata, such as the model_args, is ignored.
     """
@@ -237,7 +237,9 @@ def custom_dataset(
         if hint := did_you_mean(name, ("data_dir", "data_split", "prune_test", "prune_train"), cutoff=0.8):
             raise InputError(f"unknown metadata {name}{hint}")
     if data_split and prune_train in split_names(data_split):
-        raise InputError(f"exemplars come from {prune_train}, so a question could be its own: use another data_split")
+        raise InputError(
+            f"a question could be among its few-shot examples, which are of {prune_train}: name another data_split"
+        )
     if prune_data == "math500":
         require_math_verify()
     test = load(prune_data, data_split or prune_test, data_dir)

@@ -18,8 +18,8 @@ from lmeval_prune.tasks.splits import scored_splits, warn_of_scored_splits
 def prompt_of(task: Any, document: Mapping[str, Any], tokenizer: Any = None) -> str:
     """Return lm-eval's prompt of a training document, in the chat template of a tokenizer if given.
 
-    The document is not among its own exemplars, which lm-eval sees to for documents of the test alone. They are drawn
-    by the document, so that it has the same prompt in every run and process.
+    The document is not among its own few-shot examples, which lm-eval sees to for documents of the test alone. They
+    are drawn by the document, so that it has the same prompt in every run and process.
     """
     shots, settings = task.get_config("num_fewshot") or 0, {"gen_prefix": task.doc_to_prefix(document)}
     if tokenizer is not None:
@@ -39,7 +39,7 @@ def prompt_of(task: Any, document: Mapping[str, Any], tokenizer: Any = None) -> 
 
 
 def _sample_others(document: Mapping[str, Any], draw: Any, n: int, eval_doc: Any = None, **settings: Any) -> Any:
-    """Draw exemplars; again, without the document, if it is among them."""
+    """Draw few-shot examples; again, without the document, if it is among them."""
     drawn = draw(n, eval_doc=eval_doc, **settings)
     copies = [exemplar for exemplar in drawn if all(document.get(key) == value for key, value in exemplar.items())]
     return draw(n, eval_doc=copies[0], **settings) if copies else drawn
@@ -50,7 +50,7 @@ def exemplar_seed(document: Mapping[str, Any]) -> int:
 
 
 def question_of(task: Any, document: Mapping[str, Any]) -> str:
-    """Return lm-eval's prompt of a document without exemplars and chat template, by which other runs know it."""
+    """Return lm-eval's prompt of a document without examples and chat template, by which other runs know it."""
     return _of_right_choice(task, document, task.fewshot_context(document, 0))
 
 

@@ -31,7 +31,7 @@ def scored_splits(task: Any) -> list[str]:
 
 
 def unnamed_exemplar_split(task: Any) -> str | None:
-    """Return the split from which lm-eval draws the exemplars of a task that does not name one; else None."""
+    """Return the split from which lm-eval draws the few-shot examples of a task that does not name one; else None."""
     config = task.get_config("fewshot_config") or {}
     values = config if isinstance(config, dict) else vars(config)  # lm-eval 0.4.13 has made it an object
     if task.get_config("fewshot_split") or values.get("split") or values.get("samples"):

@@ -1,4 +1,4 @@
-"""Several tries at a task's documents: each right or wrong by the task's own filter and metric; and pass@k of them."""
+"""Several attempts at a task's documents, each right or wrong by the task's filter and metric; and pass@k of them."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def outcomes(task: Any, metric: str, documents: Sequence[Any], responses: Sequen
     return [is_right(task, result, metric) for result in scores]
 
 
-# --------------------------------------------------------------------------- metrics of several tries
+# --------------------------------------------------------------------------- metrics of several attempts
 
 
 def attempts(count: int) -> list[int]:

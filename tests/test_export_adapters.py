@@ -207,10 +207,9 @@ def test_weights_that_a_type_cannot_hold_are_refused(tmp_path: Path) -> None:
 def test_the_command_prints_how_to_serve(tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--pretrained", str(tiny_folder), "--dtype", "float32"]
     pool = tmp_path / "a pool"
-    vllm, sglang = lines_of(capsys, *words, "--output", str(pool), "--heads", "L0H0+L1H2", "--each", "L1H0-1")
+    (vllm,) = lines_of(capsys, *words, "--output", str(pool), "--heads", "L0H0+L1H2", "--each", "L1H0-1")
     assert f"VLLM_LORA_RESOLVER_CACHE_DIR='{pool}' vllm serve {tiny_folder} --dtype float32 --enable-lora" in vllm
     assert "--max-lora-rank 8 --max-loras 4 --max-cpu-loras 4 --lora-target-modules o_proj" in vllm
-    assert all(f"'{name}={pool / name}'" in sglang for name in ("L1H0", "L1H1", "L0H0+L1H2"))
     gguf = lines_of(capsys, *words, "--output", str(tmp_path / "gguf"), "--layers", "1", "--format", "gguf")
     files = " ".join(f"--lora {tmp_path}/gguf/L1H{head}/adapter.gguf" for head in range(4))
     assert gguf[-1] == f"llama-server -m MODEL.gguf --lora-init-without-apply {files}"

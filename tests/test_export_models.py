@@ -70,7 +70,7 @@ def test_a_zeroed_checkpoint_is_the_plan_in_the_model_s_own_class(family: str, t
 
 
 def test_the_lines_are_those_that_engines_take(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Plain ones of what any engine builds; else what vLLM must be told, and no line of SGLang's."""
+    """Plain ones of what any engine builds; else what vLLM must be told."""
     code = " --trust-remote-code"
     for family, heads, options in (
         ("llama", "L0H0-1+L1H2-3", None),
@@ -85,9 +85,8 @@ def test_the_lines_are_those_that_engines_take(tmp_path: Path, capsys: pytest.Ca
         printed = capsys.readouterr().out.splitlines()
         comment = "# --trust-remote-code is not needed if lmeval-prune is installed"
         assert (comment in printed) == ((family, options) == ("llama", code))
-        lines = [line for line in printed if "vllm serve" in line or "sglang" in line]
-        plain = [f"vllm serve '{tmp_path}/a b'", f"python -m sglang.launch_server --model-path '{tmp_path}/a b'"]
-        assert lines == (plain if options is None else [plain[0] + options])
+        lines = [line for line in printed if "vllm serve" in line]
+        assert lines == [f"vllm serve '{tmp_path}/a b'" + (options or "")]
 
 
 # --------------------------------------------------------------------------- vLLM

@@ -58,7 +58,7 @@ def record_requests(lm: RecordingLM, **evaluation: Any) -> dict[str, list[Any]]:
     lm.recorded = {}
     try:
         lm_eval.simple_evaluate(lm, predict_only=True, bootstrap_iters=0, **evaluation)
-        # lm-eval repeats a request for each of its tries
+        # lm-eval repeats a request for each of its attempts
         return {
             kind: list({id(request): request for request in requests}.values())
             for kind, requests in lm.recorded.items()
@@ -109,7 +109,7 @@ def document(request: Any) -> tuple[str, int]:
 # ---------------------------------------------------------------------- measuring
 
 
-Answers = list[tuple[list[int], bool]]  # greedy ones: token ids with the end token; whether `max_gen_toks` ended it
+Answers = list[tuple[list[int], bool]]  # greedy ones: token ids with the EOS token; whether `max_gen_toks` ended it
 
 
 @dataclass

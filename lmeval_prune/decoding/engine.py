@@ -48,7 +48,7 @@ class Engine:
 
     Args:
         model: a stock causal model of transformers.
-        tokenizer: needed for stop texts.
+        tokenizer: needed for stop strings.
         model_map: the model's `map_model`, to save the time of computing it.
         max_rows: answers decoded at once. Default: as many as fit in memory, at most 192 (512 on a GPU).
         context: largest number of tokens of prompt and answer. Default: the model's `max_position_embeddings`.
@@ -100,7 +100,7 @@ class Engine:
             requests: in order of priority; equal prompts are decoded together.
 
         Yields:
-            A request and the tokens of its answer, including the end token.
+            A request and the tokens of its answer, including the EOS token.
         """
         for params in {request.params for request in requests}:
             self.stopping.check(params)

@@ -23,8 +23,8 @@ class SamplingParams(Settings):
     """Choice of the tokens of an answer, and conditions that end it.
 
     Attributes:
-        max_new_tokens: largest number of tokens, including the end token.
-        eos: ids of end tokens. None: those of the model's generation config, as in `generate`; `()`: no end token.
+        max_new_tokens: largest number of tokens, including the EOS token.
+        eos: ids of EOS tokens. None: those of the model's generation config, as in `generate`; `()`: no EOS token.
         stop: texts that end an answer when its decoded text contains one (needs a tokenizer). The tokens of the text
             stay in the answer, as in `generate`.
         do_sample: draw tokens at random; otherwise take the most probable token.
@@ -60,7 +60,7 @@ class SamplingParams(Settings):
 
         Args:
             config: the generation config; unset values have the defaults of `generate`.
-            stop: stop texts in addition to the config's `stop_strings`.
+            stop: stop strings in addition to the config's `stop_strings`.
             changes: fields that replace those of the config.
         """
         settings = {name: value for name, value in config.to_dict().items() if value is not None}
@@ -163,20 +163,20 @@ class Stopping:
     """Decide whether an answer has ended.
 
     Args:
-        tokenizer: decodes tokens to search for stop texts; without it, parameters with `stop` are refused.
-        ends: end tokens of parameters with `eos=None`.
-        think_end: end of a thought, a text or a token: stop texts before the first one do not count.
+        tokenizer: decodes tokens to search for stop strings; without it, parameters with `stop` are refused.
+        ends: EOS tokens of parameters with `eos=None`.
+        think_end: end of a thought, a text or a token: stop strings before the first one do not count.
     """
 
     def __init__(self, tokenizer: Any = None, ends: tuple[int, ...] = (), think_end: str | int | None = None) -> None:
         self.tokenizer, self.think_end = tokenizer, think_end
         self._ends = ends
-        self._windows: dict[tuple[str, ...], int] = {}  # tokens in which stop texts are looked for
+        self._windows: dict[tuple[str, ...], int] = {}  # tokens in which stop strings are looked for
         self.may_complete = lru_cache(maxsize=1 << 20)(self._may_complete)
 
     def check(self, params: SamplingParams) -> None:
         if "" in params.stop:
-            raise InputError("an empty stop text would end every answer at once", remedy="leave it out")
+            raise InputError("an empty stop string would end every answer at once", remedy="leave it out")
 
     def ends(self, params: SamplingParams) -> tuple[int, ...]:
         return self._ends if params.eos is None else params.eos
@@ -206,7 +206,7 @@ class Stopping:
         return any(stop_text in after for stop_text in stop)
 
     def _may_complete(self, token: int, stop: tuple[str, ...]) -> bool:
-        """Return whether a token may complete a stop text: it has the last character of one, or part of a character.
+        """Return whether a token may complete a stop string: it has the last character of one, or part of a character.
 
         The token is decoded twice in a row, since some tokenizers drop a space before the first token.
         """

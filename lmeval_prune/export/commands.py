@@ -40,7 +40,7 @@ def adapter(
         layers: an adapter for every head of these layers, as a sweep prunes them
         each: an adapter for each of these heads, e.g. L5H0-3+L10H2
         dtype: type in which the server will compute: bfloat16, float16 or float32 (default: that of the weights)
-        format: peft (vLLM, SGLang, lm_eval --model hf) or gguf (llama.cpp)
+        format: peft (vLLM, lm_eval --model hf) or gguf (llama.cpp)
         served: the server's --model, if not --pretrained; for llama.cpp a GGUF file
         revision: of the model
         allow_empty_layer: let a layer lose all its heads
@@ -91,7 +91,7 @@ def model(
         plan: artefact of a plan or a mask
         heads: instead of a plan, e.g. L5H3+L15H0
         blocks: instead of a plan, or with heads, e.g. L5+L7.attention+L9.feed_forward
-        format: checkpoint (transformers, vLLM, SGLang) or gguf (llama.cpp; without a plan: the unpruned model)
+        format: checkpoint (transformers, vLLM) or gguf (llama.cpp; without a plan: the unpruned model)
         zeroed: set what the plan removes to zero instead of removing it
         dtype: type of the matrices in a GGUF file: bfloat16, float16 or float32 (default: that of the weights)
         splitting: llama.cpp's name of the pre-tokenizer, if it is not recognised
@@ -118,8 +118,6 @@ def model(
     else:
         options, comment = _vllm_options(write_cut(pretrained, pruned, output, revision, zeroed).model.config)
         print(f"\n{comment}vllm serve {quote(output)}{options}")
-        if not options:
-            print(f"\npython -m sglang.launch_server --model-path {quote(output)}")
     return 0
 
 
@@ -142,21 +140,13 @@ def adapter_lines(output: Path, settings: Mapping[str, Any], config: Any, revisi
     projection = next(iter(adapters[0]["modules"])).rpartition(".")[2]
     options, comment = _vllm_options(config)
     max_rank = next((allowed for allowed in VLLM_RANKS if allowed >= rank), rank)  # vLLM refuses more
-    lines = [
+    return [
         f"{comment}"
         f"VLLM_PLUGINS=lora_filesystem_resolver,lmeval_prune VLLM_ALLOW_RUNTIME_LORA_UPDATING=True "
         f"VLLM_LORA_RESOLVER_CACHE_DIR={quote(str(folder))} "
         f"vllm serve {served}{options} --dtype {dtype} --enable-lora --max-lora-rank {max_rank} "
         f"--max-loras {slots} --max-cpu-loras {slots} --lora-target-modules {projection}"
     ]
-    if not options:
-        paths = " ".join(quote(f"{name}={folder / name}") for name in names)
-        lines.append(
-            f"python -m sglang.launch_server --model-path {served} --dtype {dtype} --enable-lora "
-            f"--lora-paths {paths} "
-            f"--max-loras-per-batch {slots} --max-lora-rank {rank} --lora-target-modules {projection}"
-        )
-    return lines
 
 
 def _vllm_options(config: Any) -> tuple[str, str]:

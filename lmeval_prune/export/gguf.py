@@ -68,7 +68,7 @@ RULE_OF_STEPS = {
     ): "tekken",
 }
 IGNORING_MERGES = ("llama-bpe", "tekken")  # a piece of text that is a token is taken without merging
-# Tokens that llama.cpp recognises as end tokens by their text.
+# Tokens that llama.cpp recognises as EOS tokens by their text.
 END_TEXTS = (
     *("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>", "<EOT>", "_<EOT>"),
     *("<|end_of_text|>", "<end_of_utterance>"),
@@ -283,7 +283,7 @@ def write_gguf(writer: GGUFWriter) -> None:
 def add_tokenizer(
     writer: GGUFWriter, tokenizer: Any, size: int, splitting: str | None = None, ends: Sequence[int] = ()
 ) -> None:
-    """Add a byte-level BPE tokenizer to a GGUF file, padded to the model's vocabulary; `ends` are its end tokens."""
+    """Add a byte-level BPE tokenizer to a GGUF file, padded to the model's vocabulary; `ends` are its EOS tokens."""
     description, rule = check_tokenizer(tokenizer, splitting)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(rule)
@@ -303,7 +303,7 @@ def add_tokenizer(
     others = [x for x in ends if x != numbers["eos"] and tokenizer.convert_ids_to_tokens(x) not in END_TEXTS]
     names = ("eos", "eot", "eom") if numbers["eos"] is None else ("eot", "eom")
     if len(others) > len(names):
-        raise InputError(f"llama.cpp has {len(names)} names for the end tokens {others}; remove some of eos_token_id")
+        raise InputError(f"llama.cpp has {len(names)} names for the EOS tokens {others}; remove some of eos_token_id")
     for name, number in {**numbers, **dict(zip(names, others, strict=False))}.items():
         if number is not None:
             getattr(writer, f"add_{name}_token_id")(number)

@@ -1,4 +1,4 @@
-"""Identity of a task: the configuration, questions, exemplars and code that its prompts and scores depend on."""
+"""Identity of a task: configuration, questions, few-shot examples and code that its prompts and scores depend on."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class TaskIdentity(NamedTuple):
     """Everything that the prompts and scores of a task, or of the tasks of a group, depend on."""
 
     content: dict[str, str]  # digests by task name
-    draws: bool  # exemplars or answers are drawn at random
+    draws: bool  # few-shot examples or answers are drawn at random
     samples: bool  # answers are sampled
     loaded: Any  # what lm-eval's task manager has loaded, so that cells are computed from what is identified
 

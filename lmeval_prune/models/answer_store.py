@@ -77,8 +77,8 @@ class Lengths(TypedDict):
 class Ending(NamedTuple):
     """Length of an answer, and how it ended."""
 
-    length: int  # tokens, with the end token
-    cut_off: bool  # at `max_gen_toks`, without an end token or a stop text
+    length: int  # tokens, with the EOS token
+    cut_off: bool  # at `max_gen_toks`, without an EOS token or a stop string
 
 
 def summarize_lengths(endings: Iterable[Ending | None], limit: int | None) -> dict[str, Any]:

@@ -300,7 +300,7 @@ class EngineHFLM(PrunedLM, HFLM):
         params = SamplingParams(max_new_tokens=1 << 30, eos=ends, stop=tuple(stop))
         settings["logits_processor"] = LogitsProcessorList([*(settings.get("logits_processor") or ()), RefuseNaN()])
         thoughts: dict[str, Any] = {}
-        if self.think_end_token is not None:  # `hf` ends them by stop texts
+        if self.think_end_token is not None:  # `hf` ends them by stop strings
             criteria = StoppingCriteriaList([Ended(self._stopping, start, params)])
             thoughts["stop_sequences_criteria"] = lambda *_: criteria
         with replaced(huggingface, **thoughts):

@@ -37,7 +37,7 @@ class Question(NamedTuple):
 
 
 class OwnAnswer(NamedTuple):
-    """A model's answer: token ids of prompt and answer with the end token, its text, and whether it was cut off."""
+    """A model's answer: token ids of prompt and answer with the EOS token, its text, and whether it was cut off."""
 
     prompt: tuple[int, ...]
     tokens: tuple[int, ...]
@@ -107,7 +107,7 @@ class Answerer:
         cut_off, tokens = bool(record.get("cut_off")), list(record.get("tokens") or ())
         if not tokens or not (cut_off or tokens[-1] in (params.eos or ())):
             end = [] if cut_off else [int(self.tokenizer.eos_token_id)]
-            # what was generated before a stop text; the text is tokenised if it has no tokens or ends within one
+            # what was generated before a stop string; the text is tokenised if it has no tokens or ends within one
             heads = (tokens[:count] for count in range(len(tokens), 0, -1))
             own = next((head for head in heads if lm.tok_decode(head) == text), None)
             tokens = [*(self.tokenizer.encode(text, add_special_tokens=False) if own is None else own), *end]

@@ -150,7 +150,7 @@ class ReportOptions(Settings):
         train: outcome store of the training questions, for the baselines
         router: folder of a fitted router
         samples: name and path of lm-eval's samples files of pass@N tasks on the same questions
-        n: number of tries
+        n: number of attempts
         by: attribute of questions to group by, e.g. subject
         shortlist: size of the random baseline's shortlist
         seed: seed of the paired tests and of the shuffled outcomes

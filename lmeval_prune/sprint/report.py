@@ -153,10 +153,10 @@ class Curve:
 
     name: str
     kind: str  # estimator: `ordered`, `exact` (the expectation over random orders) or `unbiased` (over samples)
-    values: np.ndarray  # probability that any of k = 1 … N tries is right, shape (questions, N); NaN if unknown
+    values: np.ndarray  # probability that any of k = 1 … N attempts is right, shape (questions, N); NaN if unknown
     attempts: Sequence[Sequence[str]] = ()  # at each question, if a policy chose them
     is_bound: bool = False  # an upper bound, not a method
-    tokens: np.ndarray | None = None  # expected number of generated tokens of k tries, shape (questions, N)
+    tokens: np.ndarray | None = None  # expected number of generated tokens of k attempts, shape (questions, N)
 
     @property
     def mean(self) -> np.ndarray:
@@ -196,7 +196,7 @@ def random_curve(name: str, pool: Sequence[str], outcomes: Outcomes, n: int) -> 
 def samples_curve(name: str, path: str, outcomes: Outcomes, n: int) -> Curve:
     """Estimate pass@k from a samples file of `lm_eval --log_samples` on a pass@N task, for the outcomes' questions.
 
-    Random samples are exchangeable, so the unbiased estimator is used. The tries of a routed run are ordered, so its
+    Random samples are exchangeable, so the unbiased estimator is used. The attempts of a routed run are ordered, so its
     reported `pass@k` is used; pass@k that lm-eval did not report is NaN.
     """
     rows: dict[str, np.ndarray] = {}
@@ -211,7 +211,7 @@ def samples_curve(name: str, path: str, outcomes: Outcomes, n: int) -> Curve:
         if question in prompts and not is_same:
             raise InputError(
                 f"{path} has other prompts or another max_gen_toks than the test store; run both with the same chat "
-                f"template, exemplars and gen_kwargs"
+                f"template, few-shot examples and gen_kwargs"
             )
         ks = range(1, n + 1)
         if "attempts" in settings:
@@ -391,8 +391,8 @@ def draw_pass_at_n(
         ends.append((ks[-1], last[i], curve.name, {"color": colour, "weight": "bold" if is_main else "normal"}))
     tries = curves[0].values.shape[1]
     axes.axhline(dense, color="0.35", lw=1, ls=":")
-    ends.append((tries, dense, "unpruned, greedy (one try)", {"color": "0.35", "weight": "normal"}))
-    axes.set(xlabel="tries N  (dashed: an expectation over draws)", ylabel="pass@N", xlim=(0.8, tries + 0.6))
+    ends.append((tries, dense, "unpruned, greedy (one attempt)", {"color": "0.35", "weight": "normal"}))
+    axes.set(xlabel="attempts N  (dashed: an expectation over draws)", ylabel="pass@N", xlim=(0.8, tries + 0.6))
     axes.set_xticks(np.arange(1, tries + 1))
     axes.grid(axis="y", color="0.92")
     label_ends(axes, ends)

@@ -1,6 +1,6 @@
 """What orders a pool of heads for each question: SPRINT's router (§4) and its baselines.
 
-The i-th try at a question prunes the i-th head of the order, so all tries differ. For the router, a question is
+The i-th attempt at a question prunes the i-th head of the order, so all attempts differ. For the router, a question is
 embedded by a frozen sentence encoder φ, and a ranker (`routers/`) orders the pool for the embedding.
 """
 
@@ -113,11 +113,11 @@ class Router:
         return encoder
 
     def order(self, texts: Sequence[str]) -> list[list[str]]:
-        """Return the pool for each question in the order of the tries; ties by pool order."""
+        """Return the pool for each question in the order of the attempts; ties by pool order."""
         return [[self.pool[j] for j in row] for row in self.ranking(embed(self._encoder, texts))]
 
     def ranking(self, embeddings: Tensor) -> list[list[int]]:
-        """Return pool indices for each question in the order of the tries, from embeddings (questions, width)."""
+        """Return pool indices for each question in the order of the attempts, from embeddings (questions, width)."""
         with torch.no_grad():
             rows: list[list[int]] = self.ranker.order(embeddings).tolist()
         columns = list(range(len(self.pool)))

@@ -86,8 +86,8 @@ class Routing(HeadRouter):
         for request in requests:
             if request.repeats > len(self.pool):
                 raise InputError(
-                    f"task {request.task_name} has {request.repeats} tries, but the router's pool has only "
-                    f"{len(self.pool)}; use a larger pool, or a task with fewer tries (docs/tasks.md, pass@k)"
+                    f"task {request.task_name} has {request.repeats} attempts, but the router's pool has only "
+                    f"{len(self.pool)}; use a larger pool, or a task with fewer attempts (docs/tasks.md, pass@k)"
                 )
         questions = [q for q in dict.fromkeys(map(self._question, requests)) if q not in self.orders]
         if self._training_questions:

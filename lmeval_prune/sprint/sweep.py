@@ -68,8 +68,8 @@ class SweptTask(ConfigurableTask):
     ) -> None:
         """Build the requests once, with the prompts of a run over all documents in a single process.
 
-        lm-eval draws exemplars document by document, so few-shot prompts are built for all documents and then filtered.
-        lm-eval numbers the documents of `samples` anew.
+        lm-eval draws few-shot examples document by document, so prompts are built for all documents and then
+        filtered. lm-eval numbers the documents of `samples` anew.
         """
         if self.prompts:
             return
@@ -125,11 +125,11 @@ def swept(task: Task, options: SweepOptions) -> SweptTask:
         shots = task.get_config("num_fewshot") if options.num_fewshot is None else options.num_fewshot
         is_own = "prune_data" in (task.get_config("dataset_kwargs") or {})  # such a task has read data_split
         if is_own and shots and task.get_config("fewshot_split") in split_names(split):
-            raise InputError(f"task {name} takes its exemplars from {split}; use another split, or no exemplars")
+            raise InputError(f"task {name} takes its few-shot examples from {split}; use another split, or none")
         if not is_own and shots and unnamed_exemplar_split(task) == split:
             raise InputError(
-                f"task {name} takes its exemplars from {split}, where a question may be its own; write `fewshot_split: "
-                f"{split}` in its file, or use another split, or no exemplars"
+                f"task {name} draws few-shot examples from {split}, where a question may be one; write `fewshot_split: "
+                f"{split}` in its file, or use another split, or no examples"
             )
         if not is_own:
             task.set_config(key="test_split", value=split)

@@ -26,7 +26,7 @@ class Ranker(Settings, ABC):
 
     @abstractmethod
     def order(self, x: Tensor) -> Tensor:
-        """Return columns in the order of the tries, shape (questions, pool), from embeddings (questions, width)."""
+        """Return columns in the order of the attempts, shape (questions, pool), from embeddings (questions, width)."""
 
     @property
     def tensors(self) -> dict[str, Tensor]:

@@ -235,8 +235,8 @@ def evaluated(folder: Path, cwd: Path, name: str, words: tuple[str, ...] = (), *
     """Evaluate a tiny task by lm-eval's command; return the texts of its log by document."""
     output = cwd / name
     model_args = {"pretrained": str(folder), "dtype": "float64", **arguments}
-    command = ["--model", "pruned-hf", "--model_args", json.dumps(model_args), "--tasks", "prune_tiny_words"]
-    command += ["--limit", "6", "--device", "cpu", "--output_path", str(output), "--log_samples", *words]
+    command = ["--model", "pruned-hf", "--tasks", "prune_tiny_words", "--limit", "6", "--device", "cpu"]
+    command += ["--model_args", json.dumps(model_args), "--output_path", str(output), "--log_samples", *words]
     assert lm_eval(*command, cwd=cwd) == 0
     (path,) = output.rglob("samples_*.jsonl")
     rows = [json.loads(line) for line in path.read_text().splitlines()]

@@ -168,7 +168,7 @@ def test_what_else_is_in_the_folder_does_not_matter(tmp_path: Path, capsys: pyte
     model = ["--pretrained", str(tmp_path / "model"), "--heads", "L0H0-1"]
     assert main(["export", "model", *model, "--output", str(tmp_path / "out" / "smaller")]) == 0
     capsys.readouterr()
-    assert len(lines_of(capsys, *model, "--output", str(tmp_path / "out"))) == 2
+    assert len(lines_of(capsys, *model, "--output", str(tmp_path / "out"))) == 1
     assert list(read_adapters(tmp_path / "out")) == ["L0H0+L0H1"]
 
 

@@ -100,6 +100,13 @@ def test_means_are_lm_evals_own(runs: dict[str, Path], metric: str) -> None:
         assert all(comparison.tables[task].columns == [metric] for task in figures)
 
 
+def test_runs_are_compared_without_torch_and_lm_eval(runs: dict[str, Path], tmp_path: Path) -> None:
+    absent = "import sys; sys.modules |= dict.fromkeys(('torch', 'transformers', 'lm_eval', 'datasets'))"
+    command = f"{absent}; from lmeval_prune.cli import main; sys.exit(main(sys.argv[1:]))"
+    subprocess.run([sys.executable, "-c", command, "compare", *words(runs), "--output", tmp_path], check=True)
+    assert (tmp_path / "page.html").exists()
+
+
 def test_the_table_of_aggregations_is_lm_evals() -> None:
     from lm_eval.api import metrics, registry
 

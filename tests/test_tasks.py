@@ -58,7 +58,7 @@ def test_splits_are_added_and_sliced(shared_data: Path, caplog: pytest.LogCaptur
         texts("fold0+fold7[:2]")
     with pytest.raises(InputError, match="in common"):
         texts("fold0+all[:50%]")
-    with pytest.raises(InputError, match="exemplars come from train"):
+    with pytest.raises(InputError, match="few-shot examples, which are of train"):
         data.custom_dataset(prune_data="tiny_cloze", prune_train="train", data_split="train[:3]+test")
     splits.warn_of_scored_splits("the sweep", "prune_gsm8k", ["train+test[:10]"], ["test"], "sweep train")
     [record] = caplog.records
@@ -209,10 +209,6 @@ def test_lm_evals_index_is_read_only_where_a_name_needs_it(tmp_path: Path, monke
                 manager.load([name])
         with pytest.raises(IndexRead):
             manager.match_tasks(["prune_*"])
-        with pytest.raises(
-            InputError, match=r"there is no task prune_tinny_words .*did you mean 'prune_tiny_words'\?$"
-        ):
-            manager.match_tasks(["prune_tiny", "prune_tinny_words"])
         with pytest.raises(IndexRead):
             manager.list_all_tasks()
         with pytest.raises(InputError, match="cannot be loaded"):

@@ -3,9 +3,9 @@
     make scoring-report        or        python benchmarks/scoring_quality.py [--cases 3000]
 
 The corpus is `tests/answers`: forms of an answer with the verdict of a fair reader. Rates are averaged over forms, each
-counted once: they say which forms fail, not how often a model uses them. Texts written blind are counted, and answers
-drawn by combination are rated by seed. Published solutions are judged without their marked last line, beside the
-publishers' verdicts. Writes `results/scoring_quality.json` and the tables in `docs/results/scoring/tables.md`.
+counted once: they say which forms fail, not how often a model uses them. Texts written blind are counted. Published
+solutions are judged without their marked last line, beside the publishers' verdicts. Writes
+`results/scoring_quality.json` and the tables in `docs/results/scoring/tables.md`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import yaml
@@ -31,13 +30,10 @@ sys.path.insert(0, str(ROOT))
 
 from lmeval_prune.scoring import NumberReader, extract, numbers_equal  # noqa: E402
 from tests.answers import BLIND, SLOW, TARGETS, Case, cases, judge, load, rate, sample  # noqa: E402
-from tests.answers.combinations import drawn  # noqa: E402
 
 OURS, STRICT, FLEXIBLE, MINERVA, MATH_VERIFY = "ours", "strict-match", "flexible-extract", "minerva_math", "math-verify"
 DOCUMENT = ROOT / "docs/results/scoring/tables.md"
 SCORERS = {"number": [OURS, STRICT, FLEXIBLE, MATH_VERIFY], "mathematics": [OURS, MINERVA, MATH_VERIFY]}  # others: ours
-SEEDS, DRAWS = (1, 2, 3), 2000  # of combinations
-ERRORS = ["missed", "accepted", "taken back: missed", "taken back: accepted"]
 SOLUTIONS = Path(os.environ.get("LMEVAL_PRUNE_DATA", "../shared/data")) / "gsm8k_model_solutions.jsonl"
 SECONDS = 20.0  # for one comparison of a peer
 Scorer = Callable[[Case], bool]
@@ -197,32 +193,6 @@ def measure_blind(name: str, skipped: dict[str, str], pool: Any) -> dict[str, An
     return entry
 
 
-def measure_combinations(limit: int, skipped: dict[str, str], pool: Any) -> dict[str, Any]:
-    """Rate answers drawn by combination, by kind and error: ours by seed, the peers with the first seed.
-
-    math-verify judges at most `limit` cases of each.
-    """
-    entry: dict[str, Any] = {}
-    for seed in SEEDS:
-        random = Random(seed)
-        groups: dict[tuple[str, str], list[Case]] = defaultdict(list)
-        for number in range(DRAWS):
-            combination = drawn(random)
-            taken_back = "taken back: " if combination.ending.replaces else ""
-            for case in combination.cases(number):
-                groups[case.kind, taken_back + ("missed" if case.expected else "accepted")].append(case)
-        for (kind, error), chosen in sorted(groups.items(), key=lambda group: ERRORS.index(group[0][1])):
-            row = entry.setdefault(kind, {}).setdefault(error, {"forms": {}, "ours": {}, "peers": {}})
-            row["forms"][seed] = len({case.line for case in chosen})
-            row["ours"][seed] = share(OURS, chosen, pool)
-            if seed == SEEDS[0]:
-                peers = [peer for peer in SCORERS[kind] if peer not in (OURS, MINERVA, *skipped)]
-                row["peers"] = {
-                    peer: share(peer, sample(chosen, limit) if peer == MATH_VERIFY else chosen, pool) for peer in peers
-                }
-    return entry
-
-
 def measure_solutions() -> dict[str, dict[str, int]]:
     """Count, by model and in all, published solutions, and those that are judged at their unmarked end as published."""
     counts: dict[str, dict[str, int]] = defaultdict(lambda: {"solutions": 0, "agree": 0})
@@ -242,13 +212,6 @@ def solutions_table(counts: dict[str, dict[str, int]]) -> str:
         share_of = percent(count["agree"] / count["solutions"])
         lines.append(f"| {name} | {count['solutions']} | {count['agree']} | {share_of} |")
     return "\n".join(lines)
-
-
-def share(scorer: str, chosen: list[Case], pool: Any) -> float:
-    """Return the share of cases that a scorer judges wrongly, averaged over forms."""
-    judgements = verdicts(scorer, chosen, pool)
-    wrong = [case for case, right in zip(chosen, judgements, strict=True) if right != case.expected]
-    return round(rate(chosen, wrong), 5)
 
 
 def percent(share: float | None) -> str:
@@ -298,21 +261,6 @@ def tally(counts: dict[str, int] | None) -> str:
     return f"{counts['missed']} + {counts['accepted']}" if counts else ""
 
 
-def combination_table(kinds: dict[str, Any]) -> str:
-    """Return the answers drawn by combination as a Markdown table."""
-    peers = [STRICT, FLEXIBLE, MATH_VERIFY]
-    columns = [*(f"seed {seed}" for seed in SEEDS), *peers]
-    lines = [f"| kind | error | forms | {' | '.join(columns)} |", "| --- " * (len(columns) + 3) + "|"]
-    for kind, rows in kinds.items():
-        for error, row in rows.items():
-            cells = [
-                *(percent(row["ours"][seed]) for seed in SEEDS),
-                *(percent(row["peers"].get(peer)) for peer in peers),
-            ]
-            lines.append(f"| {kind} | {error} | {sum(row['forms'].values())} | {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
 def show_classes(parts: dict[str, Any]) -> None:
     """Print the share of each class that each scorer judges wrongly."""
     width = max(len(category) for entry in parts.values() for category in entry["classes"])
@@ -330,7 +278,7 @@ def main() -> None:
     parser.add_argument(
         "--cases", type=int, default=3000, help="most cases of a part that a computer algebra system judges"
     )
-    parts = [*TARGETS, *BLIND, "combinations", "solutions"]
+    parts = [*TARGETS, *BLIND, "solutions"]
     parser.add_argument("--parts", nargs="+", choices=parts, default=parts, help="writes no file if not all")
     options = parser.parse_args()
     if importlib.util.find_spec("pebble") is None:
@@ -343,9 +291,6 @@ def main() -> None:
     with ProcessPool(max_workers=2) as pool:
         measured = {name: measure(name, options.cases, skipped, pool) for name in options.parts if name in TARGETS}
         blind = {name: measure_blind(name, skipped, pool) for name in options.parts if name in BLIND}
-        combined = {}
-        if "combinations" in options.parts:
-            combined = measure_combinations(options.cases // 10, skipped, pool)
     if measured:
         show_classes(measured)
     solutions = {}
@@ -353,12 +298,12 @@ def main() -> None:
         solutions = measure_solutions()
     elif "solutions" in options.parts:
         print(f"without published solutions: there is no {SOLUTIONS}")
-    tables = {"table": table(measured), "blind": blind_table(blind), "combinations": combination_table(combined)}
+    tables = {"table": table(measured), "blind": blind_table(blind)}
     tables |= {"solutions": solutions_table(solutions)} if solutions else {}
     print("", *tables.values(), sep="\n\n")
     if set(options.parts) < set(parts):
         return
-    results = {"skipped": skipped, "parts": measured, "blind": blind, "combinations": combined}
+    results = {"skipped": skipped, "parts": measured, "blind": blind}
     results["solutions"] = solutions
     write("scoring_quality", {"environment": environment()} | results)
     for name, text in tables.items():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -10,8 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from lmeval_prune.architectures import ModelMap
-from lmeval_prune.models.head_router import DENSE
 from lmeval_prune.sprint.outcomes import OutcomeStore
 
 
@@ -43,18 +40,3 @@ def write_outcomes(
         if not np.isnan(value)
     )
     return folder
-
-
-def drawn_outcomes(
-    model_map: ModelMap,
-    folder: Path | None = None,
-    questions: int = 24,
-    seed: int = 0,
-    texts: Sequence[str] = (),
-) -> Path:
-    """Write a store of a model with drawn outcomes of all heads, on so many questions or those with the given texts."""
-    heads = [f"{layer.label}H{head}" for layer in model_map.attention for head in range(layer.heads)]
-    draw = np.random.default_rng(seed)
-    z = {name: draw.integers(0, 2, len(texts) or questions).astype(float).tolist() for name in [DENSE, *heads]}
-    folder = folder or Path(tempfile.mkdtemp(prefix="outcomes"))
-    return write_outcomes(folder, z, {"name": model_map.name, "weights": model_map.weights}, texts)

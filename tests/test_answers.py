@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
 
 from lmeval_prune.tasks import scorers
 from tests.answers import BLIND, TARGETS, Case, cases, offending, rate, sample, show
-from tests.answers.combinations import MISREAD as MISREAD_COMBINATIONS
-from tests.answers.combinations import Combination, Misread, combinations
 from tests.answers.hostile import superlinear, texts
 
 # Cases of each part; what is not named counts whole.
@@ -65,23 +62,6 @@ MISREAD = {
 def test_of_the_blind_texts_those_on_the_list_are_misread_and_no_other(name: str) -> None:
     wrong = offending(cases(name))
     assert {case.line: case.category for case in wrong} == MISREAD[name], show(wrong)
-
-
-# --------------------------------------------------------------------------- combinations
-
-
-@settings(max_examples=250, deadline=None)
-@given(combinations())
-def test_a_combination_is_read_as_what_it_states_and_nothing_else(combination: Combination) -> None:
-    wrong = offending(combination.cases())
-    assert not wrong or any(known.holds(combination) for known in MISREAD_COMBINATIONS), show(wrong)
-
-
-@pytest.mark.parametrize("known", MISREAD_COMBINATIONS, ids=lambda known: known.name)
-def test_a_class_of_combinations_is_listed_as_misread_only_as_long_as_it_is(known: Misread) -> None:
-    assert offending([known.case()]), (
-        f"{known.name!r} is read now: take it from the list in tests/answers/combinations.py"
-    )
 
 
 # --------------------------------------------------------------------------- hostile texts

@@ -19,7 +19,6 @@ from lmeval_prune.distillation.trainer import DistillTrainer, solved_then_loss
 from tests.athena_hosts import language_options
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
-ACCURACY = "eval_accuracy"
 
 
 @pytest.fixture

@@ -90,6 +90,14 @@ def answers(engine: Engine, requests: list[Request]) -> dict[Any, list[int]]:
     return {request.tag: answer for request, answer in results}
 
 
+def check(engine: Engine, requests: list[Request], model: nn.Module) -> dict[Any, list[int]]:
+    """See that each answer is that of the request alone, and return them."""
+    results = answers(engine, requests)
+    for request in requests:
+        assert results[request.tag] == alone(model, request), request
+    return results
+
+
 # those with experts or layers of several kinds, and those that the engine does not run
 MORE = ("gpt2", "gemma3_text", "cohere2", "mixtral", "gptj", "codegen", *BY_GENERATE)
 
@@ -101,9 +109,7 @@ def test_every_family_gives_what_generate_gives(family: str) -> None:
     engine = Engine(model, Letters(), max_rows=5)
     assert (engine.unsupported is not None) == (family in BY_GENERATE), engine.unsupported
     requests = some_requests(model, seed=1)
-    result = answers(engine, requests)
-    for request in requests:
-        assert result[request.tag] == alone(model, request), request
+    check(engine, requests, model)
 
 
 @pytest.mark.parametrize(
@@ -125,9 +131,7 @@ def test_sliding_windows(family: str, changes: dict[str, Any]) -> None:
     engine = Engine(model, Letters(), max_rows=5)
     assert engine.unsupported is None
     requests = some_requests(model, seed=2, longest=20)
-    result = answers(engine, requests)
-    for request in requests:
-        assert result[request.tag] == alone(model, request), request
+    check(engine, requests, model)
 
 
 @settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
@@ -150,9 +154,7 @@ def test_any_options_and_order_give_what_generate_gives(
     requests = some_requests(model, seed, prompts=3, per_prompt=4)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("lmeval_prune.decoding.engine.BLOCK", block)
-        result = answers(Engine(model, Letters(), schedule=Schedule(**schedule), **top), requests)
-    for request in requests:
-        assert result[request.tag] == alone(model, request), request
+        check(Engine(model, Letters(), schedule=Schedule(**schedule), **top), requests, model)
 
 
 def test_a_compiled_model_runs_eagerly() -> None:
@@ -218,9 +220,7 @@ def test_what_a_short_check_cannot_see_is_refused(family: str, changes: dict[str
     model = model_of(family, **changes)
     engine = Engine(model, Letters())
     assert reason in str(engine.unsupported)
-    requests = some_requests(model, seed=5, longest=20)
-    result = answers(engine, requests)
-    assert all(result[request.tag] == alone(model, request) for request in requests)
+    check(engine, some_requests(model, seed=5, longest=20), model)
 
 
 def test_two_runs_on_two_models_do_not_meet_and_on_one_model_are_refused() -> None:
@@ -358,8 +358,7 @@ def test_models_wrapped_by_peft() -> None:
     requests = some_requests(model, seed=7, prompts=2)
     engine = Engine(wrapped, Letters())
     assert engine.unsupported is None
-    result = answers(engine, requests)
-    assert all(result[request.tag] == alone(wrapped, request) for request in requests)
+    check(engine, requests, wrapped)
 
 
 def test_the_fallback_takes_nothing_from_the_models_own_generation_config() -> None:

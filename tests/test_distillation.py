@@ -287,45 +287,34 @@ def whole(dense: TrainOptions, tmp_path_factory: pytest.TempPathFactory) -> Dist
     return options
 
 
-def test_interrupted_distillation_ends_the_same(whole: DistillOptions, tmp_path: Path) -> None:
-    """Killed in the second stage; one that is killed within a training is below."""
-    again = replace(whole, output=str(tmp_path / "student"))
-    with pytest.MonkeyPatch.context() as patch:
-        killed_at(patch, recursion, "cut", 2)
-        with pytest.raises(Killed):
-            distill(again)
-    assert not (tmp_path / "student").exists()
-    before = read_note(tmp_path / "student.distilling" / "stage1")
-    distill(again)
-    assert_same(whole.output, again.output)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["student"]
-    assert before["stages"] == read_note(again.output)["stages"][:1]
-
-
 def test_a_single_update_has_a_learning_rate(language: DistillOptions) -> None:
     """All of it would be warmup, at a rate of 0."""
     [stage] = distill(replace(language, batch=8, limit=8))["stages"]
     assert [row["learning_rate"] for row in stage["log"] if "learning_rate" in row] == [language.rate]
 
 
-def test_interrupted_language_model_ends_the_same(language: DistillOptions, tmp_path: Path) -> None:
-    """Also where the output head is the embedding."""
+def test_interrupted_distillation_ends_the_same(language: DistillOptions, tmp_path: Path) -> None:
+    """Killed within the training of the second stage; the output head is the embedding."""
     tied = tmp_path / "tied"
     shutil.copytree(language.pretrained, tied)
     vocabulary = json.loads((tied / "config.json").read_text())["vocab_size"]
     model = tiny("llama", vocab_size=vocabulary, max_position_embeddings=512, tie_word_embeddings=True)
     model.save_pretrained(tied)
-    options = replace(language, pretrained=str(tied), epochs=2, output=str(tmp_path / "one"))
+    options = replace(language, pretrained=str(tied), stages=2, epochs=2, output=str(tmp_path / "one"))
     distill(options)
     written = load_pretrained(options.output)
     assert written.lm_head.weight is written.model.embed_tokens.weight
     again = replace(options, output=str(tmp_path / "two"))
     with pytest.MonkeyPatch.context() as patch:
-        killed_at(patch, DistillTrainer, "training_step", 4)
+        killed_at(patch, DistillTrainer, "training_step", 8)
         with pytest.raises(Killed):
             distill(again)
+    assert not Path(again.output).exists()
+    before = read_note(tmp_path / "two.distilling" / "stage1")
     distill(again)
     assert_same(options.output, again.output)
+    assert before["stages"] == read_note(again.output)["stages"][:1]
+    assert not Path(f"{again.output}.distilling").exists()
 
 
 def test_complete_distillation_is_not_repeated_and_other_options_are_refused(whole: DistillOptions) -> None:

@@ -252,7 +252,7 @@ UNTIL = json.dumps({"until": ["e", "th"], "max_gen_toks": 40})
         "arguments": [{}, {"think_end_token": "1"}, {"think_end_token": 90}, {"max_length": 70}],
         "heads": [{}, {"heads": HEADS}],
     },
-    together=2,
+    times=2,
     ids=str,
 )
 def test_the_command_gives_the_same_texts(

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +14,6 @@ from peft import PeftModel
 from safetensors.torch import load_file
 
 from lmeval_prune import HeadMask, InputError, load_pretrained, map_model
-from lmeval_prune.artefacts import output_lock
 from lmeval_prune.cli import main
 from lmeval_prune.export.adapters import export_adapters
 from lmeval_prune.export.manifest import adapter_name, read_adapter, read_adapters
@@ -170,13 +167,6 @@ def test_what_else_is_in_the_folder_does_not_matter(tmp_path: Path, capsys: pyte
     capsys.readouterr()
     assert len(lines_of(capsys, *model, "--output", str(tmp_path / "out"))) == 1
     assert list(read_adapters(tmp_path / "out")) == ["L0H0+L0H1"]
-
-
-def test_two_exports_do_not_write_to_one_folder(tiny_folder: Path, tmp_path: Path) -> None:
-    again = partial(export_adapters, str(tiny_folder), [HeadMask("L0H0")], str(tmp_path / "out"))
-    with output_lock(tmp_path / "out"), pytest.raises(InputError):
-        ThreadPoolExecutor(1).submit(again).result()
-    again()
 
 
 def test_the_file_that_llama_cpp_serves_is_looked_at(tiny_folder: Path, tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ from lmeval_prune.models import identity as identity_module
 from lmeval_prune.models.answer_store import AnswerStore, read_answers
 from lmeval_prune.pruners.baselines import Magnitude
 from tests.conftest import ROOT, task_manager
-from tests.kills import killing_after
+from tests.kills import killing_after, run_killed
 from tests.test_command_line import lm_eval
 
 RANDOM = {"prepare": {"random_heads": {"share": 0.4, "seed": {"each": [0, 1]}}}}
@@ -234,8 +234,6 @@ def test_a_cell_whose_samples_were_not_written_is_not_done(
 
 
 def test_cells_fail_with_their_preparation(tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from lmeval_prune.grid.preparations import RandomHeads
-
     content = described(tiny_folder, variants={"dense": {}, "random {seed}": RANDOM}, tasks=["prune_tiny_choice"])
     with monkeypatch.context() as patch:
         patch.setattr(RandomHeads, "make", lambda *_: 1 / 0)
@@ -278,14 +276,7 @@ def test_costs_are_measured_in_the_end(tiny_folder: Path, tmp_path: Path, monkey
     """Killed while it measures, or asked for only when all cells are done."""
     grid = Grid.of(described(tiny_folder, **SMALL, measure=True))
     monkeypatch.setattr(worker_module, "measure", lambda _: {"parameters": 1})
-    child = os.fork()
-    if child == 0:
-        try:
-            worker_module.measure = lambda _: os.kill(os.getpid(), signal.SIGKILL)
-            run(grid, str(tmp_path / "killed"))
-        finally:
-            os._exit(0)
-    assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
+    run_killed(worker_module, "measure", 0, lambda: run(grid, str(tmp_path / "killed")))
     assert run(grid, str(tmp_path / "killed")).new == 0  # both cells were done
     assert run(Grid.of(described(tiny_folder, **SMALL)), str(tmp_path / "later")).new == 2
     assert run(grid, str(tmp_path / "later")).new == 0
@@ -516,9 +507,6 @@ def test_a_task_counts_by_its_prompts_and_by_all_files_beside_its_code(tiny_fold
 
 
 def test_a_mask_counts_by_its_heads_and_a_router_by_its_content(tiny_folder: Path, tmp_path: Path) -> None:
-    from lmeval_prune import HeadMask
-    from lmeval_prune.architectures import map_model
-
     model = AutoModelForCausalLM.from_pretrained(tiny_folder, dtype=torch.float64)
     HeadMask("L0H1").save(tmp_path / "mask.json", map_model(model))
     assert key_of(tiny_folder, variants={"v": {"mask": str(tmp_path / "mask.json")}}) == key_of(tiny_folder)

@@ -157,11 +157,6 @@ def test_checkpoints_are_measured_from_the_baselines_model(tiny_folder: Path, no
         expected = (p.exp() * (p - q)).sum(-1)
         np.testing.assert_allclose(rows["noisy"]["kld"][number], expected.numpy(), rtol=1e-5)
         assert rows["noisy"]["answer_tokens"][number] == len(own) - len(prompt)
-    assert main(["grid", "compare", str(path)]) == 0
-    notes = json.loads((path / "compare" / "comparison.json").read_text())["notes"]
-    assert [note for note in notes if "distance" in note] == [
-        "noisy: its distance is that of its checkpoint from the model of dense"
-    ]
     assert run(Grid.of(described(tiny_folder, **{**SETTINGS, "variants": variants})), str(path)).new == 0
 
 

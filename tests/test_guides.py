@@ -90,14 +90,6 @@ def test_the_commands_of_a_guide_run(page: Path, tmp_path: Path) -> None:
         run(block, tmp_path, environment)
 
 
-def test_a_guide_with_blocks_that_need_data_says_so_before_the_first() -> None:
-    """The comment before a block is for this test alone: a reader of the page does not see it."""
-    marked = [page for page in GUIDES if "<!-- needs: data -->" in page.read_text(encoding="utf-8")]
-    assert marked
-    for page in marked:
-        assert "*Needs data*" in page.read_text(encoding="utf-8").partition("<!-- needs: data -->")[0], page
-
-
 def test_every_block_of_a_guide_says_what_it_is() -> None:
     """A block without a language would not be run unnoticed."""
     for page in GUIDES[1:]:

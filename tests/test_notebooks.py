@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import os
 import re
@@ -48,44 +47,6 @@ def test_a_committed_notebook_was_run(path: Path) -> None:
     assert set(notebook["metadata"]) == {"kernelspec", "language_info"} and all(
         cell["metadata"] == {} for cell in cells
     )
-
-
-@pytest.mark.parametrize(
-    ("text", "is_path"),
-    [
-        ("saved to /home/someone/out", True),
-        ("see /tmp/x/y.json", True),
-        ("C:\\Users\\x", True),
-        ("<f at 0x7f3a2b1c>", True),
-        ("out/compare/table.csv", False),
-        ("1 / 2 and a/b", False),
-        ("https://example.org/a/b", False),
-        ("</td></tr>", False),
-        ("+ / −", False),
-    ],
-)
-def test_what_counts_as_a_path_of_a_machine(text: str, is_path: bool) -> None:
-    assert bool(MACHINE_PATH.search(text)) is is_path
-
-
-def test_the_page_of_a_notebook(tmp_path: Path) -> None:
-    picture = base64.b64encode(b"a picture").decode()
-    table = '<div>\n<style scoped>\n a {}\n</style>\n<table border="1" class="dataframe">\n\n <tr><td>1</td></tr>\n</table></div>'
-    outputs = [
-        {"output_type": "stream", "name": "stdout", "text": ["1\n", "2\n"]},
-        {"output_type": "display_data", "data": {"image/png": picture}, "metadata": {}},
-        {"output_type": "execute_result", "data": {"text/html": [table], "text/plain": "1"}, "metadata": {}},
-    ]
-    cells = [
-        {"cell_type": "markdown", "source": ["# Title\n", "text"]},
-        {"cell_type": "code", "source": ["f()\n", "g()"], "outputs": outputs},
-    ]
-    path = tmp_path / "name.ipynb"
-    path.write_text(json.dumps({"cells": cells}))
-    page = notebooks.page(path, tmp_path / "pictures")
-    assert page.startswith("# Title\ntext\n\n*This page is a notebook") and "```python\nf()\ng()\n```" in page
-    assert "```text\n1\n2\n```" in page and "<div>\n<table>\n<tr><td>1</td></tr>\n</table></div>" in page
-    assert "(pictures/name-2-1.png)" in page and (tmp_path / "pictures/name-2-1.png").read_bytes() == b"a picture"
 
 
 @pytest.mark.long

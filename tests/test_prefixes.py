@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from test_decoding import alone, answers, model_of, some_requests
+from test_decoding import answers, check, model_of, some_requests
 from tiny_models import BY_GENERATE, CAUSAL, VOCABULARY, Letters, quick
 
 from lmeval_prune import InputError
@@ -144,9 +144,7 @@ def test_every_family_gives_what_generate_gives(family: str) -> None:
     engine = Engine(model, Letters(), max_rows=5, schedule=schedule)
     requests = prefixed_requests(model, seed=1)
     assert common_prefixes(single_mask([request.prompt for request in requests]), LAYERS, 2)
-    results = answers(engine, requests)
-    for request in requests:
-        assert results[request.tag] == alone(model, request), request
+    check(engine, requests, model)
 
 
 @pytest.mark.parametrize(
@@ -161,9 +159,7 @@ def test_sliding_windows(window: tuple[str, dict[str, Any]], length: int, copied
     family, changes = window
     model = model_of(family, **changes)
     requests = prefixed_requests(model, length, (length,))
-    results = answers(Engine(model, Letters(), schedule=Schedule(prefix=1, copied_prefix=copied)), requests)
-    for request in requests:
-        assert results[request.tag] == alone(model, request), request
+    check(Engine(model, Letters(), schedule=Schedule(prefix=1, copied_prefix=copied)), requests, model)
 
 
 @settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
@@ -191,9 +187,7 @@ def test_any_prefixes_and_options(
         patch.setattr("lmeval_prune.decoding.engine.BLOCK", block)
         patch.setattr("lmeval_prune.decoding.model_runner.PASS", 4)
         engine = Engine(model, Letters(), max_rows=rows, deterministic=deterministic, schedule=Schedule(**schedule))
-        results = answers(engine, requests)
-    for request in requests:
-        assert results[request.tag] == alone(model, request), request
+        check(engine, requests, model)
 
 
 # --------------------------------------------------------------------------- work and memory
@@ -262,8 +256,6 @@ def test_a_memory_that_is_too_small_for_prefixes_decodes_without_them() -> None:
     requests.append(Request(tuple(3 + i % 40 for i in range(110)), None, SamplingParams(2), tag=16))
     slot = 112 * Engine(model)._token_bytes
     engine = Engine(model, memory=int(1.02 * slot), schedule=Schedule(prefix=2))
-    results = answers(engine, requests)
-    for request in requests:
-        assert results[request.tag] == alone(model, request)
+    check(engine, requests, model)
     with pytest.raises(InputError, match="more than memory="):
         answers(Engine(model, memory=slot // 2, schedule=Schedule(prefix=2)), requests)

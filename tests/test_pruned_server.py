@@ -152,10 +152,8 @@ def test_greedy_tries_are_one_answer_and_settings_are_lm_evals(tiny_folder: Path
         lm.generate_until([request("generate_until", ("a", {**greedy, "temperature": 0.7}), 0)])
     assert payload["temperature"] == 0 and payload["stop"] == ["\n", "</s>"] and payload["max_tokens"] == 4
     assert payload["prompt"] == lm.tok_encode("a") and "do_sample" not in payload and "until" not in payload
-    assert [payload["temperature"] for payload in stub.payloads[1:]] == [
-        1,
-        0,
-    ]  # lm-eval's own class would send 0 and 0.7
+    # lm-eval's own class would send 0 and 0.7
+    assert [payload["temperature"] for payload in stub.payloads[1:]] == [1, 0]
 
 
 def test_llama_cpp_is_told_the_scale_of_every_adapter(tiny_folder: Path) -> None:
@@ -178,10 +176,7 @@ def test_llama_cpp_is_told_the_scale_of_every_adapter(tiny_folder: Path) -> None
 @pytest.mark.parametrize("kind", ["vllm", "llamacpp"])
 def test_the_repetition_penalty_is_that_of_hf(tiny_folder: Path, tmp_path: Path, kind: str) -> None:
     """It counts the prompt, is the model's own if the task has none, and never a default of the server."""
-    folder = tmp_path / "tiny-llama"
-    shutil.copytree(tiny_folder, folder)
-    path = folder / "generation_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"repetition_penalty": 1.1}))
+    folder = with_generation_config(tiny_folder, tmp_path, repetition_penalty=1.1)
     prompt = "the cat sat on a mat and " * 5  # longer than llama.cpp's own window
     overrides = [{}, {"repetition_penalty": 1.0}, {"repetition_penalty": 3.0}]
     instances = [text(prompt, number, max_gen_toks=24, **settings) for number, settings in enumerate(overrides)]
@@ -319,6 +314,14 @@ def test_log_probabilities_that_are_none_are_no_answers(
 # ---------------------------------------------------------------------- servers that change, wrong adapters
 
 
+def with_generation_config(tiny_folder: Path, tmp_path: Path, **own: Any) -> Path:
+    """A copy of the model with settings of its own."""
+    folder = shutil.copytree(tiny_folder, tmp_path / "tiny-llama")
+    path = folder / "generation_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | own))
+    return folder
+
+
 def text(context: Any, number: int = 0, **settings: Any) -> Any:
     return request("generate_until", (context, {"max_gen_toks": 8, **settings}), number)
 
@@ -436,11 +439,8 @@ def test_settings_that_a_server_would_ignore_are_refused(tiny_folder: Path) -> N
 
 @pytest.mark.parametrize("kind", ["vllm", "llamacpp"])
 def test_sampling_is_by_the_models_own_settings(tiny_folder: Path, tmp_path: Path, kind: str) -> None:
-    folder = tmp_path / "tiny-llama"
-    shutil.copytree(tiny_folder, folder)
-    path = folder / "generation_config.json"
     own = {"temperature": 0.6, "top_p": 0.9, "top_k": 20, "do_sample": True}
-    path.write_text(json.dumps(json.loads(path.read_text()) | own))
+    folder = with_generation_config(tiny_folder, tmp_path, **own)
     with Stub(tiny_folder, kind=kind) as stub:
         lm = served(folder, stub, probe=False)
         lm.generate_until([text("a", do_sample=True, top_k=0)])
@@ -461,10 +461,7 @@ def test_settings_of_the_model_that_a_server_does_not_know_are_refused(
     tiny_folder: Path, tmp_path: Path, own: dict[str, Any], off: dict[str, Any]
 ) -> None:
     """`hf` obeys them, also in greedy answers; a task can switch them off."""
-    folder = tmp_path / "tiny-llama"
-    shutil.copytree(tiny_folder, folder)
-    path = folder / "generation_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | own))
+    folder = with_generation_config(tiny_folder, tmp_path, **own)
     with Stub(tiny_folder) as stub:
         lm = served(folder, stub, probe=False)
         if off:

@@ -211,11 +211,6 @@ def test_a_pruner_is_a_method_of_the_commands(install: Any, tmp_path: Path, tiny
         assert str(mask) == "L0H0+L1H0"  # the lowest of each layer
 
 
-def test_a_router_is_an_option_of_fit(install: Any) -> None:
-    install_all(install)
-    assert type(FitOptions(router="mine", options={"k": 3}).method()).__name__ == "Neighbours"
-
-
 def test_a_name_of_this_package_stays(install: Any, caplog: pytest.LogCaptureFixture) -> None:
     install({"pruners": {"magnitude": "elsewhere:Ascending", "with space": "elsewhere:Ascending"}})
     assert PRUNERS["magnitude"] == "lmeval_prune.pruners.baselines:Magnitude"

@@ -250,6 +250,3 @@ def test_what_identifies_a_model(tiny_folder: Path, tmp_path: Path) -> None:
     assert model_identity("local-completions", served) == model_identity(
         "local-completions", {**served, "num_concurrent": 9}
     )
-
-
-# --------------------------------------------------------------------------- refusals

@@ -94,19 +94,10 @@ def test_the_command_resumes_and_leaves_nothing(
 ) -> None:
     (tmp_path / "text.txt").write_text("\n\n".join(f"Ann has {n} apples and buys {n + 1} more." for n in range(60)))
     text = ["--text", str(tmp_path / "text.txt"), "--windows", "8", "--tokens", "16", "--batch", "4"]
+    shared = ["--pretrained", str(tiny_folder), "--method", "block_kl", *text]
     for command, more in (("importance", []), ("prune", ["--ratio", "0.5"])):
         output = tmp_path / f"{command}.json"
-        words = [
-            command,
-            "--pretrained",
-            str(tiny_folder),
-            "--method",
-            "block_kl",
-            *text,
-            *more,
-            "--output",
-            str(output),
-        ]
+        words = [command, *shared, *more, "--output", str(output)]
         with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
             counted(patch, Work, "write_tensors", 1)
             main(words)

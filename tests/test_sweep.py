@@ -112,23 +112,6 @@ def test_extended_sweep_decodes_nothing_twice(
     assert len(run) == 30
 
 
-def test_store_is_locked_until_the_sweep_ends(
-    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    compact, tried = AnswerStore.compact, []
-
-    def other_run(self: Any) -> None:
-        with pytest.raises(InputError):
-            AnswerStore(tmp_path / "s")
-        tried.append(1)
-        compact(self)
-
-    monkeypatch.setattr(AnswerStore, "compact", other_run)
-    sweep(tiny_folder, tmp_path / "s", heads="L0H0", limit=1)
-    assert tried
-    AnswerStore(tmp_path / "s").close()
-
-
 def test_two_ranks_write_the_same_files_as_one(tiny_folder: Path, whole: Path, tmp_path: Path) -> None:
     command = ["-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2", "--num_machines", "1"]
     command += ["--mixed_precision", "no", "--dynamo_backend", "no", "-m", "lmeval_prune", "sweep"]

@@ -7,7 +7,7 @@ projection that reads it. `kept.py` finds what stays, and `model_class.py` choos
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,8 @@ from torch import Tensor, nn
 
 from lmeval_prune.architectures import (
     FAMILIES,
+    AttentionLayer,
+    FeedForward,
     ModelMap,
     loadable_fingerprints,
     map_model,
@@ -205,9 +207,15 @@ def _kept_tensors(model_map: ModelMap, plan: Plan, kept: Kept) -> dict[str, Tens
             index = torch.tensor(numbers, device=tensors[name].device)
             tensors[name] = tensors[name].index_select(axis, index)
 
-    def keep_rows(module: nn.Module, numbers: Sequence[int]) -> None:
-        keep(f"{names[module]}.weight", numbers, int(is_transposed(module)))
-        keep(f"{names[module]}.bias", numbers, 0)
+    def keep_rows(block: AttentionLayer | FeedForward, members: Mapping[str, Sequence[int]]) -> None:
+        """Keep the rows of heads or channels, by part of the block; in the order that they have."""
+        kept_rows: dict[nn.Module, list[int]] = {}
+        for part, numbers in members.items():
+            for own in (block.rows(part, number) for number in numbers):
+                kept_rows.setdefault(own.module, []).extend(range(own.start, own.stop))
+        for module, rows in kept_rows.items():
+            keep(f"{names[module]}.weight", sorted(rows), int(is_transposed(module)))
+            keep(f"{names[module]}.bias", sorted(rows), 0)
 
     def keep_columns(module: nn.Module, numbers: Sequence[int], zeroed: Sequence[int]) -> None:
         """Keep columns, and zero some of those that stay, by their new numbers."""
@@ -229,8 +237,7 @@ def _kept_tensors(model_map: ModelMap, plan: Plan, kept: Kept) -> dict[str, Tens
     for heads in kept.heads:
         layer = heads.layer
         if not heads.unchanged:
-            for module, rows in heads.rows().items():
-                keep_rows(module, rows)
+            keep_rows(layer, {"q": heads.heads, "k": heads.kv_heads, "v": heads.kv_heads})
             for path, part in layer.family.head_parameters:
                 keep(f"{names[layer.module]}.{path}", heads.heads if part == "q" else heads.kv_heads, 0)
         fillers = columns_of(layer, map(heads.heads.index, heads.fillers))
@@ -238,12 +245,8 @@ def _kept_tensors(model_map: ModelMap, plan: Plan, kept: Kept) -> dict[str, Tens
     for block in model_map.feed_forward:
         if block.label in kept.channels:
             channels, zeroed = kept.channels[block.label], kept.zeroed[block.label]
-            rows_of: dict[nn.Module, list[int]] = {}
-            for part, module in block.parts.items() if len(channels) < block.channels else ():
-                start = block.rows(part).start
-                rows_of.setdefault(module, []).extend(start + channel for channel in channels)
-            for module, rows in rows_of.items():
-                keep_rows(module, rows)
+            if len(channels) < block.channels:
+                keep_rows(block, dict.fromkeys(block.parts, channels))
             keep_columns(block.down, channels, [index for index, channel in enumerate(channels) if channel in zeroed])
     for name in [f"{names[module]}.{part}" for module in kept.zeroed_outputs for part in ("weight", "bias")]:
         if name in tensors:

@@ -56,7 +56,6 @@ class AttentionLayer(Block):
     heads: int  # number of query heads
     kv_heads: int  # number of key-value heads
     head_dim: int  # width of one head in the input of the output projection
-    query_dim: int  # rows of one head in the query projection; more than key_dim if they hold a gate, too
     key_dim: int  # width of one key; differs from head_dim in latent attention
     family: Family  # names of the projections
 
@@ -82,7 +81,8 @@ class AttentionLayer(Block):
             pair = out_features(module) // self.kv_heads
             start = index * pair + (pair - self.head_dim if part == "v" else 0)
             return Rows(module, start, start + (self.head_dim if part == "v" else pair - self.head_dim))
-        size = {"q": self.query_dim, "k": self.key_dim, "v": self.head_dim}[part]
+        # rows of a query head may hold a gate, too
+        size = out_features(module) // self.heads if part == "q" else self.key_dim if part == "k" else self.head_dim
         return Rows(module, index * size, (index + 1) * size)
 
 
@@ -275,16 +275,15 @@ def _read_attention(layer: Block, path: str | None, family: Family, count: int |
         part if hasattr(part, "in_features") or getattr(getattr(part, "weight", None), "ndim", 0) == 2 else None
         for part in (query, key)
     )
-    kv_heads, query_dim, key_dim = heads, width, width
+    kv_heads, key_dim = heads, width
     if query is not None and key is not None:
         if family.fused:
             kv_heads = (out_features(query) // width - heads) // 2
         elif family.key_value_pairs:
-            query_dim = key_dim = out_features(query) // heads
+            key_dim = out_features(query) // heads
         else:
             value = projection_in(module, family.value)
-            query_dim, kv_heads = out_features(query) // heads, out_features(key if value is None else value) // width
+            kv_heads = out_features(key if value is None else value) // width
             key_dim = out_features(key) // max(1, kv_heads)
-    return AttentionLayer(
-        block.stack, block.index, block.name, module, output, heads, kv_heads, width, query_dim, key_dim, family
-    )
+    place = (block.stack, block.index, block.name, module)
+    return AttentionLayer(*place, output, heads, kv_heads, width, key_dim, family)

@@ -70,9 +70,8 @@ def export_adapters(
         )
     model_map = map_model(with_weights(skeleton, pretrained, revision))
     kind = SERVER_DTYPES[dtype] if dtype else weight_of(model_map.attention[0].o_proj).dtype
-    names = dict.fromkeys(mask.fit_to(model_map).heads for mask in masks)
-    pools = [(heads, HeadMask(heads, allow_empty_layer=True).by_layer(model_map)) for heads in names]
-    pools.sort(key=lambda pool: [layer.index for layer, _ in pool[1]])
+    fitted = {mask.heads: mask.by_layer(model_map) for mask in (mask.fit_to(model_map) for mask in masks)}
+    pools = sorted(fitted.items(), key=lambda pool: [layer.index for layer, _ in pool[1]])
     pruned = [pair for _, pairs in pools for pair in pairs]
     if format == "gguf":
         gguf_architecture(model_map)  # refuses others
@@ -128,7 +127,7 @@ def export_adapters(
         }
         write_artefact(folder / MANIFEST, SCHEMA, VERSION, content)
         known, loader = embedded.name_of(pretrained), auto_class(model)
-        shown_name, pipeline = known or shown(pretrained), PIPELINES.get(loader.removeprefix("AutoModel"))
+        shown_name, pipeline = known or shown(pretrained), PIPELINES.get(loader)
         removed = [f"attention heads {'+'.join(own['heads'])}, by a LoRA update of rank {rank}"]
         write_card(
             folder / CARD, own["name"], (pretrained, revision), format, ["lora", "pruned"], removed, pipeline,

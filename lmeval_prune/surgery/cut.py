@@ -106,7 +106,7 @@ def cut_to(folder: str | os.PathLike[str], model: Any, plan: Plan | HeadMask, to
 
 def write_cut(pretrained: str, plan: Plan, output: str, revision: str | None = None, keep_shapes: bool = False) -> Cut:
     """Load and cut a model, write its checkpoint with its tokenizer, and print a summary; arguments as in `cut`."""
-    check_folder(output, [pretrained])
+    check_folder(output, pretrained)
     check_writable(output, folder=True)
     smaller = cut(pretrained, plan, keep_shapes, revision)
     smaller.save(output, tokenizer_of(pretrained, revision))

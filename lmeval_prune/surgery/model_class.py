@@ -67,7 +67,7 @@ class Base:
 
     config: Any
     built: Any  # the stock model, without weights
-    absent: Mapping[str, Outputs]  # arguments of `Absent` by module name
+    absent: Mapping[str, Outputs]  # arguments of `Absent` by module name in the model that is cut
     renamed_layers: Mapping[str, str] = field(default_factory=dict)  # by their names in the model that is cut
     numbers: Mapping[str, dict[str, int]] = field(default_factory=dict)  # new layer numbers of attention modules
 
@@ -121,8 +121,7 @@ def _with_fewer_layers(kept: Kept, stock: type, config: Any, built: Any) -> Base
     smaller_built = None if smaller is None else _build(stock, smaller)
     if smaller_built is None or not _has_same_modules(built, smaller_built, renamed):
         return None
-    base = Base(smaller, smaller_built, {}, renamed)
-    return replace(base, absent={base.name(name): arguments for name, arguments in kept.absent.items()})
+    return Base(smaller, smaller_built, kept.absent, renamed)
 
 
 def _settings_of_layers(config: Any, depth: int, staying: list[int]) -> dict[str, Any]:
@@ -336,7 +335,7 @@ def _pruned_model(
     config.pruned_modules = {
         "shapes": {n: [*x] for n, x in shapes.items() if before.get(n) != x and is_parameter(n)},
         "attributes": attributes,
-        **({"absent": {name: [*arguments] for name, arguments in base.absent.items()}} if base.absent else {}),
+        **({"absent": {base.name(name): [*x] for name, x in base.absent.items()}} if base.absent else {}),
     }
     config.architectures = [f"{PREFIX}{stock.__name__}"]
     _add_layer_configs(config, kept, base)

@@ -200,12 +200,19 @@ def _has_channels(block: FeedForward) -> bool:
 
 def tiny_model(model: Any, layers: int) -> Any:
     """Build a random float64 model of a model's class, or of its text decoder, with few and small layers."""
-    model_class, config = _text_class(model)
-    return _built(model_class, type(config).from_dict(tiny_config(config, layers)))
+    return _built(*_tiny(model, layers))
 
 
-def tiny_config(config: Any, layers: int) -> dict[str, Any]:
-    """Return a model's configuration with few layers and small sizes; a size without a usual name stays as it is."""
+def _tiny(model: Any, layers: int) -> tuple[Any, Any, str]:
+    """Return the class of a model or of its text decoder, that of its configuration, and the tiny one's values as JSON.
+
+    The classes are those before the model was cut or wrapped. A size without a usual name stays as it is.
+    """
+    model = model.get_base_model() if hasattr(model, "peft_config") and hasattr(model, "get_base_model") else model
+    config = model.config.get_text_config()
+    classes = type(model if config is model.config else model.get_decoder()).__mro__
+    is_cut = hasattr(config, "pruned_modules")
+    model_class = next(kind for kind in classes if not is_cut or kind.__module__.startswith("transformers."))
     values, usual = config.to_dict(), config.attribute_map or {}
     depth = next((values[name] for name in _DEPTHS if name in values), 0)
     sizes = {**_SIZES, **dict.fromkeys(_DEPTHS, layers)}
@@ -225,7 +232,7 @@ def tiny_config(config: Any, layers: int) -> dict[str, Any]:
         for number, changes in (values.pop("per_layer_config", None) or {}).items()
         if int(number) < layers
     }
-    if layer_configs and not hasattr(config, "pruned_modules"):  # else a cut wrote them
+    if layer_configs and not is_cut:  # else a cut wrote them
         values["per_layer_config"] = layer_configs
 
     def shrunk(name: str, value: Any) -> Any:
@@ -239,22 +246,15 @@ def tiny_config(config: Any, layers: int) -> dict[str, Any]:
             return value
         return min(value, next((limit for pattern, limit in _LIMITS.items() if re.search(pattern, name)), value))
 
-    return {name: shrunk(name, value) for name, value in values.items()}
+    small = {name: shrunk(name, value) for name, value in values.items()}
+    return model_class, type(config), json.dumps(small, sort_keys=True)
 
 
-def _text_class(model: Any) -> tuple[Any, Any]:
-    """Return the class of a model, or of its text decoder, before it was cut or wrapped, and its configuration."""
-    model = model.get_base_model() if hasattr(model, "peft_config") and hasattr(model, "get_base_model") else model
-    config = model.config.get_text_config()
-    classes = type(model if config is model.config else model.get_decoder()).__mro__
-    is_cut = hasattr(config, "pruned_modules")
-    return next(kind for kind in classes if not is_cut or kind.__module__.startswith("transformers.")), config
-
-
-def _built(model_class: Any, config: Any) -> Any:
+def _built(model_class: Any, config_class: Any, values: str) -> Any:
     """Build a random float64 model on the CPU; its weights are large, so that every head matters."""
     import torch
 
+    config = config_class.from_dict(json.loads(values))
     config._experts_implementation = "eager"  # the others have no float64
     with torch.device("meta"):
         size = sum(parameter.numel() for parameter in model_class(copy.deepcopy(config)).parameters())
@@ -280,11 +280,8 @@ def refute(model: Any, family: Family, layers: int) -> tuple[str, str]:
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()  # warnings about the sizes of the tiny model would be taken for the user's model
     try:
-        model_class, config = _text_class(model)
-        config_class: Any = type(config)
         with torch.device("cpu"):
-            values = json.dumps(tiny_config(config, layers), sort_keys=True)
-            return _refute(model_class, config_class, values, family)
+            return _refute(*_tiny(model, layers), family)
     except Exception as error:  # model classes raise errors of any type
         return f"no tiny model of its class can be built and run to prove its heads ({first_line(error)})", ""
     finally:
@@ -322,7 +319,7 @@ def refute_depth(model: Any, family: Family, layers: int) -> str:
 
 @lru_cache(maxsize=256)
 def _refute(model_class: Any, config_class: Any, values: str, family: Family) -> tuple[str, str]:
-    model = _built(model_class, config_class.from_dict(json.loads(values)))
+    model = _built(model_class, config_class, values)
     attention, feed_forward = read_blocks(model, family)
     if not attention:
         return "a tiny model of its class has no such attention", ""

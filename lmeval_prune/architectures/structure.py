@@ -25,7 +25,6 @@ from lmeval_prune.architectures.blocks import (
     out_features,
     projection_in,
     read_blocks,
-    read_sublayers,
 )
 from lmeval_prune.architectures.identity import text_config
 from lmeval_prune.architectures.table import FAMILIES, Family
@@ -121,7 +120,7 @@ def _fits(model: nn.Module) -> tuple[list[Fit], list[str]]:
         family = entry if entry.fused or entry.key_value_pairs else replace(entry, value=f"{entry.value}|{entry.key}")
         family = replace(family, feed_forward=None)
         try:
-            attention, _ = read_blocks(model, family)
+            attention = read_blocks(model, family)[0]
             if reason := next(filter(None, map(_mismatch, attention)), ""):
                 reasons.append(f"it looks like {name}, but {reason}")
             elif attention:
@@ -130,7 +129,7 @@ def _fits(model: nn.Module) -> tuple[list[Fit], list[str]]:
                 fit = Fit(name, family, attention, ())
                 for names in dict.fromkeys([entry.feed_forward, *(known.feed_forward for known in FAMILIES.values())]):
                     with_channels = replace(family, feed_forward=names)
-                    _, blocks = read_blocks(model, with_channels)
+                    blocks = read_blocks(model, with_channels)[1]
                     if blocks and all(map(_has_channels, blocks)):
                         fit = Fit(name, with_channels, attention, blocks)
                         break
@@ -305,7 +304,7 @@ def refute_depth(model: Any, family: Family, layers: int) -> str:
 
     try:
         tiny = tiny_model(model, layers)
-        sublayers = list(read_sublayers(tiny, family, *read_blocks(tiny, family)))
+        sublayers = read_blocks(tiny, family)[2]
         for sublayer in sublayers:
             sublayer.output.register_forward_hook(zero)
         for name in {sublayer.layer for sublayer in sublayers}:
@@ -320,7 +319,7 @@ def refute_depth(model: Any, family: Family, layers: int) -> str:
 @lru_cache(maxsize=256)
 def _refute(model_class: Any, config_class: Any, values: str, family: Family) -> tuple[str, str]:
     model = _built(model_class, config_class, values)
-    attention, feed_forward = read_blocks(model, family)
+    attention, feed_forward, _ = read_blocks(model, family)
     if not attention:
         return "a tiny model of its class has no such attention", ""
     heads = channels = ""

@@ -92,8 +92,7 @@ def _bases(kept: Kept) -> Iterator[Base]:
             config.per_layer_config = None
         for name in ("auto_map", "allow_global_per_layer_attribute_access"):  # an earlier cut wrote them
             config.__dict__.pop(name, None)
-    with torch.device("meta"):
-        built = stock(copy.deepcopy(config))
+    built = _build(stock, config)
     if kept.layers and (smaller := _with_fewer_layers(kept, stock, config, built)):
         yield _with_cache_numbers(smaller, kept)
     yield _with_cache_numbers(Base(config, built, {**kept.absent, **kept.layers}), kept)

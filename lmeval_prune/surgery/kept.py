@@ -10,17 +10,17 @@ from __future__ import annotations
 import inspect
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lmeval_prune.architectures import AttentionLayer, FeedForward, ModelMap, cache_argument, input_device
-from lmeval_prune.architectures.blocks import ATTENTION, Sublayer, find_in, is_absent
+from lmeval_prune.architectures.blocks import ATTENTION, Sublayer, columns_of, find_in, in_features, is_absent
 from lmeval_prune.architectures.precision import exact_products
 from lmeval_prune.errors import InputError, first_line
-from lmeval_prune.interventions.plan import Plan
+from lmeval_prune.interventions.plan import Plan, find_projection
 
 Outputs = list[Any]  # arguments of `Absent`: sources of outputs, and whether they are a tuple
 TOKENS = 6  # of the pass
@@ -64,35 +64,31 @@ class Kept:
     heads: Sequence[KeptHeads]  # of each attention block that stays
     channels: dict[str, list[int]]  # of each dense feed-forward block that stays, by layer label
     zeroed: dict[str, set[int]]  # pruned channels that stay with zero weights
-    zeroed_outputs: Sequence[nn.Module] = ()  # output projections whose weights become zero
-    removed: Sequence[str] = ()  # names of the removed blocks, as in a plan
-    absent: Mapping[str, Outputs] = field(default_factory=dict)  # arguments of `Absent` by module name
-    layers: Mapping[str, Outputs] = field(default_factory=dict)  # the same of layers that return their input, by name
+    zeroed_outputs: Sequence[nn.Module]  # output projections whose weights become zero
+    removed: Sequence[str]  # names of the removed blocks, as in a plan
+    absent: Mapping[str, Outputs]  # arguments of `Absent` by module name
+    layers: Mapping[str, Outputs]  # the same of layers that return their input, by name
     # The model's outputs under the plan, (1, tokens, …): of one pass, and of two with a cache if it decodes. Empty if
     # no block is removed.
-    outputs: Sequence[Tensor] = ()
+    outputs: Sequence[Tensor]
 
     @classmethod
     def of(cls, model_map: ModelMap, plan: Plan, keep_shapes: bool = False) -> Kept:
         """Remove what a plan removes, and blocks that lose all and have no bias; with `keep_shapes`, zero weights."""
-        pruned_heads = {layer.label: numbers for layer, numbers in plan.heads_by_layer(model_map)}
-        pruned_channels = {block.label: set(numbers) for block, numbers in plan.channels_by_layer(model_map)}
+        by_block = (*plan.heads_by_layer(model_map), *plan.channels_by_layer(model_map))
+        pruned: dict[Any, set[int]] = {block: set(numbers) for block, numbers in by_block}
+        biased = {find_projection(name, model_map) for name in plan.compensation if name.endswith(".bias")}
         removed, zeroed_outputs = list(plan.sublayers(model_map)), list[nn.Module]()
-        emptied: list[Sublayer] = []  # blocks that add nothing, because their output projection has no bias
         if keep_shapes:
             if whole := [str(sublayer) for sublayer in removed if sublayer.block is None]:
                 raise InputError(f"{whole[0]} has experts, whose weights cannot be zeroed; cut it out instead")
             removed, zeroed_outputs = [], [sublayer.output for sublayer in removed]
-        else:
-            for sublayer in model_map.sublayers:
-                block = sublayer.block
-                if isinstance(block, AttentionLayer):
-                    is_empty, name = len(pruned_heads.get(block.label, ())) == block.heads, "o_proj"
-                elif block is not None:
-                    is_empty, name = len(pruned_channels.get(block.label, ())) == block.channels, "down"
-                has_bias = getattr(sublayer.output, "bias", None) is not None
-                if block and is_empty and not has_bias and f"{block.label}.{name}.bias" not in plan.compensation:
-                    emptied.append(sublayer)
+        emptied: list[Sublayer] = []  # blocks that add nothing, because their output projection has no bias
+        for sublayer in () if keep_shapes else model_map.sublayers:
+            block, output = sublayer.block, sublayer.output
+            is_empty = block and len(columns_of(block, pruned.get(block, ()))) == in_features(output)
+            if is_empty and getattr(output, "bias", None) is None and output not in biased:
+                emptied.append(sublayer)
         gone_or_empty = [*removed, *emptied]
         for sublayer in emptied:  # a stack keeps its last attention block, with a head without an effect
             alike = [x for x in model_map.sublayers if (x.stack, x.kind) == (sublayer.stack, sublayer.kind)]
@@ -100,14 +96,12 @@ class Kept:
                 removed.append(sublayer)
         gone = {sublayer.output for sublayer in removed}
         left = [layer for layer in model_map.attention if layer.o_proj not in gone]
-        heads = [KeptHeads.of(layer, pruned_heads.get(layer.label, ()), keep_shapes) for layer in left]
-        cut_channels = {} if keep_shapes else pruned_channels
-        channels = {
-            block.label: [c for c in range(block.channels) if c not in cut_channels.get(block.label, ())] or [0]
-            for block in model_map.feed_forward
-            if block.down not in gone
-        }
-        zeroed = {label: pruned_channels.get(label, set()) & {*numbers} for label, numbers in channels.items()}
+        heads = [KeptHeads.of(layer, pruned.get(layer, ()), keep_shapes) for layer in left]
+        channels, zeroed = dict[str, list[int]](), dict[str, set[int]]()
+        for dense in (block for block in model_map.feed_forward if block.down not in gone):
+            lost = pruned.get(dense, set())
+            staying = [channel for channel in range(dense.channels) if keep_shapes or channel not in lost] or [0]
+            channels[dense.label], zeroed[dense.label] = staying, lost & {*staying}
         traced, names = _trace(model_map, plan, removed), [*map(str, removed)]
         return cls(model_map, heads, channels, zeroed, zeroed_outputs, names, *traced)
 

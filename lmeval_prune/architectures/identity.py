@@ -83,7 +83,16 @@ def weight_writes(model: nn.Module) -> list[tuple[WeakIdRef, int]]:
 
     if is_dispatched(model):
         return []
-    return [(WeakIdRef(tensor), 0 if tensor.is_inference() else tensor._version) for _, tensor, _ in _tensors(model)]
+    tensors = [
+        *model.parameters(),
+        *(
+            buffer
+            for module in model.modules()
+            for name, buffer in module._buffers.items()
+            if buffer is not None and name not in module._non_persistent_buffers_set
+        ),
+    ]
+    return [(WeakIdRef(tensor), 0 if tensor.is_inference() else tensor._version) for tensor in tensors]
 
 
 def nonfinite_tensor(model: nn.Module) -> str | None:

@@ -7,7 +7,7 @@ projection that reads it. `kept.py` finds what stays, and `model_class.py` choos
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,6 @@ from torch import Tensor, nn
 
 from lmeval_prune.architectures import (
     FAMILIES,
-    AttentionLayer,
-    FeedForward,
     ModelMap,
     loadable_fingerprints,
     map_model,
@@ -207,12 +205,11 @@ def _kept_tensors(model_map: ModelMap, plan: Plan, kept: Kept) -> dict[str, Tens
             index = torch.tensor(numbers, device=tensors[name].device)
             tensors[name] = tensors[name].index_select(axis, index)
 
-    def keep_rows(block: AttentionLayer | FeedForward, members: Mapping[str, Sequence[int]]) -> None:
-        """Keep the rows of heads or channels, by part of the block; in the order that they have."""
+    def keep_rows(pieces: Iterable[tuple[nn.Module, Iterable[int]]]) -> None:
+        """Keep rows of projections, in the order that they have."""
         kept_rows: dict[nn.Module, list[int]] = {}
-        for part, numbers in members.items():
-            for own in (block.rows(part, number) for number in numbers):
-                kept_rows.setdefault(own.module, []).extend(range(own.start, own.stop))
+        for module, numbers in pieces:
+            kept_rows.setdefault(module, []).extend(numbers)
         for module, rows in kept_rows.items():
             keep(f"{names[module]}.weight", sorted(rows), int(is_transposed(module)))
             keep(f"{names[module]}.bias", sorted(rows), 0)
@@ -237,7 +234,9 @@ def _kept_tensors(model_map: ModelMap, plan: Plan, kept: Kept) -> dict[str, Tens
     for heads in kept.heads:
         layer = heads.layer
         if not heads.unchanged:
-            keep_rows(layer, {"q": heads.heads, "k": heads.kv_heads, "v": heads.kv_heads})
+            parts = (("q", heads.heads), ("k", heads.kv_heads), ("v", heads.kv_heads))
+            spans = [layer.rows(part, number) for part, numbers in parts for number in numbers]
+            keep_rows((span.module, range(span.start, span.stop)) for span in spans)
             for path, part in layer.family.head_parameters:
                 keep(f"{names[layer.module]}.{path}", heads.heads if part == "q" else heads.kv_heads, 0)
         fillers = columns_of(layer, map(heads.heads.index, heads.fillers))
@@ -246,7 +245,8 @@ def _kept_tensors(model_map: ModelMap, plan: Plan, kept: Kept) -> dict[str, Tens
         if block.label in kept.channels:
             channels, zeroed = kept.channels[block.label], kept.zeroed[block.label]
             if len(channels) < block.channels:
-                keep_rows(block, dict.fromkeys(block.parts, channels))
+                starts = [(span.module, span.start) for span in map(block.rows, block.parts)]
+                keep_rows((module, [start + channel for channel in channels]) for module, start in starts)
             keep_columns(block.down, channels, [index for index, channel in enumerate(channels) if channel in zeroed])
     for name in [f"{names[module]}.{part}" for module in kept.zeroed_outputs for part in ("weight", "bias")]:
         if name in tensors:

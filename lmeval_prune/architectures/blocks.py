@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -56,7 +56,6 @@ class AttentionLayer(Block):
     heads: int  # number of query heads
     kv_heads: int  # number of key-value heads
     head_dim: int  # width of one head in the input of the output projection
-    query_dim: int  # rows of one head in the query projection; more than key_dim if they hold a gate, too
     key_dim: int  # width of one key; differs from head_dim in latent attention
     family: Family  # names of the projections
 
@@ -82,7 +81,8 @@ class AttentionLayer(Block):
             pair = out_features(module) // self.kv_heads
             start = index * pair + (pair - self.head_dim if part == "v" else 0)
             return Rows(module, start, start + (self.head_dim if part == "v" else pair - self.head_dim))
-        size = {"q": self.query_dim, "k": self.key_dim, "v": self.head_dim}[part]
+        # rows of a query head may hold a gate, too
+        size = out_features(module) // self.heads if part == "q" else self.key_dim if part == "k" else self.head_dim
         return Rows(module, index * size, (index + 1) * size)
 
 
@@ -206,49 +206,42 @@ def layers_in(model: nn.Module, family: Family) -> Iterator[Block]:
 
 def read_blocks(
     model: nn.Module, family: Family, count: int | None = None
-) -> tuple[list[AttentionLayer], list[FeedForward]]:
-    """Return a model's attention layers and feed-forward blocks, in order; `count` is the number of heads if given."""
+) -> tuple[list[AttentionLayer], list[FeedForward], list[Sublayer]]:
+    """Return a model's attention layers and feed-forward blocks, and the blocks of all layers, each in order.
+
+    `count` is the number of heads if given.
+    """
     attention: dict[tuple[str, int], AttentionLayer] = {}
-    feed_forward: list[FeedForward] = []
+    feed_forward, sublayers, names = list[FeedForward](), list[Sublayer](), family.feed_forward
+    experts_paths = "|".join(filter(None, (names.block if names else "", _EXPERTS)))
     for layer in layers_in(model, family):
+        found: list[tuple[Block, str, nn.Module, Any]] = []
         own = _read_attention(layer, family.attention, family, count)
         cross = _read_attention(replace(layer, stack="cross"), family.cross_attention, family, count)
         for block in filter(None, (own, cross)):
+            found.append((block, ATTENTION, block.o_proj, block))
             other = attention.setdefault((block.stack, block.index), block)
             if other is not block:
                 raise InputError(f"{other.name} and {block.name} both look like attention layer {block.label}")
-        names = family.feed_forward
         # a layer without attention belongs to another tower, e.g. an image encoder, unless the attention was cut out
-        if names and (own or has_absent(layer.module)) and (place := _submodule_at(layer, names.block)):
+        is_layer, dense = bool(found) or has_absent(layer.module), None
+        if names and is_layer and (place := _submodule_at(layer, names.block)):
             gate, up, down = (projection_in(place.module, path) for path in (names.gate, names.up, names.down))
             if up is not None and down is not None and not is_absent(down):
-                found = (place.stack, place.index, place.name, place.module)
-                feed_forward.append(FeedForward(*found, gate, up, down, in_features(down)))
+                located = (place.stack, place.index, place.name, place.module)
+                dense = FeedForward(*located, gate, up, down, in_features(down))
+                feed_forward.append(dense)
+                found.append((dense, FEED_FORWARD, down, dense))
+        experts = _submodule_at(layer, experts_paths) if is_layer and not dense else None
+        if experts and not is_absent(experts.module):
+            found.append((experts, FEED_FORWARD, experts.module, None))
+        for at, kind, output, known in found:
+            sublayers.append(Sublayer(at.stack, at.index, at.name, at.module, kind, layer.name, output, known))
 
     def position(block: Block) -> tuple[int, int]:
         return _ORDER[block.stack], block.index
 
-    return sorted(attention.values(), key=position), sorted(feed_forward, key=position)
-
-
-def read_sublayers(
-    model: nn.Module, family: Family, attention: Sequence[AttentionLayer], feed_forward: Sequence[FeedForward]
-) -> Iterator[Sublayer]:
-    """Yield the blocks of a model's layers in order; the arguments are those of its map."""
-    dense = {(block.stack, block.index): block for block in feed_forward}
-    paths = "|".join(filter(None, (family.feed_forward.block if family.feed_forward else "", _EXPERTS)))
-    for layer in layers_in(model, family):
-        blocks: list[tuple[Block, str, nn.Module, Any]] = [
-            (block, ATTENTION, block.o_proj, block) for block in attention if block.name.startswith(f"{layer.name}.")
-        ]
-        if block := dense.get((layer.stack, layer.index)):
-            blocks.append((block, FEED_FORWARD, block.down, block))
-        elif blocks or has_absent(layer.module):
-            experts = _submodule_at(layer, paths)
-            if experts and not is_absent(experts.module):
-                blocks.append((experts, FEED_FORWARD, experts.module, None))
-        for part, kind, output, known in blocks:
-            yield Sublayer(part.stack, part.index, part.name, part.module, kind, layer.name, output, known)
+    return sorted(attention.values(), key=position), sorted(feed_forward, key=position), sublayers
 
 
 def _submodule_at(layer: Block, path: str) -> Block | None:
@@ -275,16 +268,15 @@ def _read_attention(layer: Block, path: str | None, family: Family, count: int |
         part if hasattr(part, "in_features") or getattr(getattr(part, "weight", None), "ndim", 0) == 2 else None
         for part in (query, key)
     )
-    kv_heads, query_dim, key_dim = heads, width, width
+    kv_heads, key_dim = heads, width
     if query is not None and key is not None:
         if family.fused:
             kv_heads = (out_features(query) // width - heads) // 2
         elif family.key_value_pairs:
-            query_dim = key_dim = out_features(query) // heads
+            key_dim = out_features(query) // heads
         else:
             value = projection_in(module, family.value)
-            query_dim, kv_heads = out_features(query) // heads, out_features(key if value is None else value) // width
+            kv_heads = out_features(key if value is None else value) // width
             key_dim = out_features(key) // max(1, kv_heads)
-    return AttentionLayer(
-        block.stack, block.index, block.name, module, output, heads, kv_heads, width, query_dim, key_dim, family
-    )
+    place = (block.stack, block.index, block.name, module)
+    return AttentionLayer(*place, output, heads, kv_heads, width, key_dim, family)

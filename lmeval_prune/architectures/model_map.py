@@ -16,7 +16,6 @@ from lmeval_prune.architectures.blocks import (
     attribute_of,
     projection_in,
     read_blocks,
-    read_sublayers,
 )
 from lmeval_prune.architectures.identity import (
     loadable_fingerprints,
@@ -44,7 +43,8 @@ class ModelMap:
     model_type: str  # this, name and revision are those of the configuration
     name: str
     revision: str
-    feed_forward: tuple[FeedForward, ...] = ()  # dense ones, in order; none of experts, nor of a described family
+    feed_forward: tuple[FeedForward, ...]  # dense ones, in order; none of experts, nor of a described family
+    sublayers: tuple[Sublayer, ...]  # all blocks in the order of the layers; experts count as a feed-forward block
     _results: dict[Any, Any] = field(default_factory=dict, init=False)
     _fingerprint: tuple[Any, str | None] | None = field(default=None, init=False)  # and `weight_writes`
 
@@ -62,11 +62,6 @@ class ModelMap:
         if self._fingerprint is None or self._fingerprint[0] != writes:
             self._fingerprint = writes, weights_fingerprint(self.model)
         return self._fingerprint[1]
-
-    @cached_property
-    def sublayers(self) -> tuple[Sublayer, ...]:
-        """Attention and feed-forward blocks in the order of the layers; experts count as a feed-forward block."""
-        return tuple(read_sublayers(self.model, self.attention[0].family, self.attention, self.feed_forward))
 
     @cached_property
     def layers(self) -> dict[str, Any]:
@@ -140,7 +135,7 @@ def map_model(
         layer, _, attention_name = after.partition(".")
         pattern = rf"{re.escape(before)}(?P<layer>\d+){re.escape(layer)}"
         family = Family(pattern, attention_name, attention_output)
-    attention, feed_forward = read_blocks(model, family, attention_heads)
+    attention, feed_forward, sublayers = read_blocks(model, family, attention_heads)
     if not attention:
         names = f"no {family.attention!r} with {family.output!r} in modules called {family.layer!r}"
         raise InputError(f"no attention layers found in this {model_type or type(model).__name__} model: {names}")
@@ -151,6 +146,7 @@ def map_model(
         model_name(getattr(config, "_name_or_path", "") or ""),
         getattr(config, "_commit_hash", None) or "",
         tuple(feed_forward),
+        tuple(sublayers),
     )
 
 

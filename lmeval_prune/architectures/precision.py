@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -53,12 +53,10 @@ def fast_precision() -> str:
     return "medium"
 
 
-def _is_amd_with_avx512(processors: Path = Path("/proc/cpuinfo")) -> bool:
+def _is_amd_with_avx512() -> bool:
     """Return whether the processor is one whose AVX-512 oneDNN takes and MKL does not, and both libraries are there."""
-    try:
-        facts = processors.read_text(encoding="utf-8", errors="replace")
-    except OSError:  # not Linux
-        return False
+    processors = Path("/proc/cpuinfo")
+    facts = processors.read_text(encoding="utf-8", errors="replace") if processors.is_file() else ""  # else not Linux
     has_both = torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()
     return has_both and "AuthenticAMD" in facts and "avx512f" in facts
 
@@ -75,6 +73,7 @@ def _is_exact(precision: str) -> bool:
     )
 
 
+_BACKENDS: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # type: ignore[attr-defined]
 _lock, _open = threading.Lock(), list[partial[None]]()  # settings of the open blocks of all threads; the last counts
 _before: tuple[str | None, list[str]] = (None, [])  # precisions outside of the blocks: PyTorch's, and each backend's
 
@@ -87,13 +86,8 @@ def _matmul_precision() -> str | None:
         return None
 
 
-def _backends() -> tuple[Any, Any]:
-    mkldnn: Any = torch.backends.mkldnn
-    return torch.backends.cuda.matmul, mkldnn.matmul
-
-
 def _set_backends_exact() -> None:
-    for backend in _backends():
+    for backend in _BACKENDS:
         backend.fp32_precision = "ieee"
 
 
@@ -108,7 +102,7 @@ def _setting(set_precision: Callable[..., None], *args: Any) -> Iterator[None]:
     setting = partial(set_precision, *args)
     with _lock:
         if not _open:
-            _before = _matmul_precision(), [backend.fp32_precision for backend in _backends()]
+            _before = _matmul_precision(), [backend.fp32_precision for backend in _BACKENDS]
         _open.append(setting)
         setting()
     try:
@@ -122,43 +116,36 @@ def _setting(set_precision: Callable[..., None], *args: Any) -> Iterator[None]:
                 precision, precisions = _before
                 if precision is not None:
                     torch.set_float32_matmul_precision(precision)
-                for backend, own in zip(_backends(), precisions, strict=True):
+                for backend, own in zip(_BACKENDS, precisions, strict=True):
                     backend.fp32_precision = "none"  # that of all backends
                     if backend.fp32_precision != own:
                         backend.fp32_precision = own
 
 
-@contextmanager
-def fast_products(rows: int = MANY_ROWS) -> Iterator[None]:
+def fast_products(rows: int = MANY_ROWS) -> AbstractContextManager[None]:
     """Multiply matrices of float32 fast inside the block, but exactly unless a setting allows that they are rounded.
 
     The setting is that of the process; blocks of threads may overlap. `rows` are those of the matrices (tokens).
     """
     if _matmul_precision() in (None, "high") or fast_precision() == "highest":
-        yield
-        return
-    with _setting(torch.set_float32_matmul_precision, fast_precision() if rows >= MANY_ROWS else "highest"):
-        yield
+        return nullcontext()
+    return _setting(torch.set_float32_matmul_precision, fast_precision() if rows >= MANY_ROWS else "highest")
 
 
-@contextmanager
-def exact_products() -> Iterator[None]:
+def exact_products() -> AbstractContextManager[None]:
     """Multiply matrices of float32 in float32 inside the block, whatever precision is set; see `fast_products`."""
     with _lock:
         precision = _before[0] if _open else _matmul_precision()
     if precision is None:
-        with _setting(_set_backends_exact):
-            yield
-    elif precision in ("highest", fast_precision()):
-        yield
-    else:
-        with _setting(torch.set_float32_matmul_precision, "highest"):
-            yield
+        return _setting(_set_backends_exact)
+    if precision in ("highest", fast_precision()):
+        return nullcontext()
+    return _setting(torch.set_float32_matmul_precision, "highest")
 
 
 def with_exact_products(items: Generator[Item]) -> Generator[Item]:
     """Yield the items of a generator, each computed with `exact_products`; between them the precision is as set."""
-    try:
+    with closing(items):
         while True:
             with exact_products():
                 try:
@@ -166,5 +153,3 @@ def with_exact_products(items: Generator[Item]) -> Generator[Item]:
                 except StopIteration:
                     return
             yield item
-    finally:
-        items.close()

@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -25,7 +25,6 @@ from lmeval_prune.architectures.blocks import (
     out_features,
     projection_in,
     read_blocks,
-    read_sublayers,
 )
 from lmeval_prune.architectures.identity import text_config
 from lmeval_prune.architectures.table import FAMILIES, Family
@@ -121,7 +120,7 @@ def _fits(model: nn.Module) -> tuple[list[Fit], list[str]]:
         family = entry if entry.fused or entry.key_value_pairs else replace(entry, value=f"{entry.value}|{entry.key}")
         family = replace(family, feed_forward=None)
         try:
-            attention, _ = read_blocks(model, family)
+            attention = read_blocks(model, family)[0]
             if reason := next(filter(None, map(_mismatch, attention)), ""):
                 reasons.append(f"it looks like {name}, but {reason}")
             elif attention:
@@ -130,7 +129,7 @@ def _fits(model: nn.Module) -> tuple[list[Fit], list[str]]:
                 fit = Fit(name, family, attention, ())
                 for names in dict.fromkeys([entry.feed_forward, *(known.feed_forward for known in FAMILIES.values())]):
                     with_channels = replace(family, feed_forward=names)
-                    _, blocks = read_blocks(model, with_channels)
+                    blocks = read_blocks(model, with_channels)[1]
                     if blocks and all(map(_has_channels, blocks)):
                         fit = Fit(name, with_channels, attention, blocks)
                         break
@@ -160,7 +159,7 @@ def _mismatch(layer: AttentionLayer) -> str:
         fits = len({in_features(module) for module in (query, key, value)}) == 1
         fits = fits and out_features(key) == layer.kv_heads * layer.key_dim
         fits = fits and out_features(value) == layer.kv_heads * layer.head_dim
-    fits = fits and (family.fused is not None or out_features(query) == layer.heads * layer.query_dim)
+    fits = fits and (family.fused is not None or out_features(query) % layer.heads == 0)
     return "" if fits else f"its projections are not those of {heads}"
 
 
@@ -170,13 +169,13 @@ def _why_uncuttable(layer: AttentionLayer) -> str:
     query, key, value = (projection_in(module, name) for name in (family.query, family.key, family.value))
     if key is value and not family.fused and not family.key_value_pairs:
         return "its keys are its values, too"
-    projections = [part for part in (layer.o_proj, query, key, value) if part is not None]
-    inside = {part for projection in projections for part in projection.modules()}
+    inside = {part for each in (layer.o_proj, query, key, value) if each is not None for part in each.modules()}
+    query_dim = out_features(query) // layer.heads if query is not None and not family.fused else layer.head_dim
     for name, parameter in module.named_parameters():
         path = name.rpartition(".")[0]
         is_latent = family.key_value_pairs and path.split(".")[0] in _LATENT
         is_after_projection = path.startswith(f"{family.output.rpartition('.')[0]}.")
-        is_head_norm = path != "" and parameter.shape in ((layer.head_dim,), (layer.query_dim,))
+        is_head_norm = path != "" and parameter.shape in ((layer.head_dim,), (query_dim,))
         is_known = (
             parameter.numel() <= 1 or name in dict(family.head_parameters) or module.get_submodule(path) in inside
         )
@@ -200,12 +199,19 @@ def _has_channels(block: FeedForward) -> bool:
 
 def tiny_model(model: Any, layers: int) -> Any:
     """Build a random float64 model of a model's class, or of its text decoder, with few and small layers."""
-    model_class, config = _text_class(model)
-    return _built(model_class, type(config).from_dict(tiny_config(config, layers)))
+    return _built(*_tiny(model, layers))
 
 
-def tiny_config(config: Any, layers: int) -> dict[str, Any]:
-    """Return a model's configuration with few layers and small sizes; a size without a usual name stays as it is."""
+def _tiny(model: Any, layers: int) -> tuple[Any, Any, str]:
+    """Return the class of a model or of its text decoder, that of its configuration, and the tiny one's values as JSON.
+
+    The classes are those before the model was cut or wrapped. A size without a usual name stays as it is.
+    """
+    model = model.get_base_model() if hasattr(model, "peft_config") and hasattr(model, "get_base_model") else model
+    config = model.config.get_text_config()
+    classes = type(model if config is model.config else model.get_decoder()).__mro__
+    is_cut = hasattr(config, "pruned_modules")
+    model_class = next(kind for kind in classes if not is_cut or kind.__module__.startswith("transformers."))
     values, usual = config.to_dict(), config.attribute_map or {}
     depth = next((values[name] for name in _DEPTHS if name in values), 0)
     sizes = {**_SIZES, **dict.fromkeys(_DEPTHS, layers)}
@@ -225,7 +231,7 @@ def tiny_config(config: Any, layers: int) -> dict[str, Any]:
         for number, changes in (values.pop("per_layer_config", None) or {}).items()
         if int(number) < layers
     }
-    if layer_configs and not hasattr(config, "pruned_modules"):  # else a cut wrote them
+    if layer_configs and not is_cut:  # else a cut wrote them
         values["per_layer_config"] = layer_configs
 
     def shrunk(name: str, value: Any) -> Any:
@@ -239,22 +245,15 @@ def tiny_config(config: Any, layers: int) -> dict[str, Any]:
             return value
         return min(value, next((limit for pattern, limit in _LIMITS.items() if re.search(pattern, name)), value))
 
-    return {name: shrunk(name, value) for name, value in values.items()}
+    small = {name: shrunk(name, value) for name, value in values.items()}
+    return model_class, type(config), json.dumps(small, sort_keys=True)
 
 
-def _text_class(model: Any) -> tuple[Any, Any]:
-    """Return the class of a model, or of its text decoder, before it was cut or wrapped, and its configuration."""
-    model = model.get_base_model() if hasattr(model, "peft_config") and hasattr(model, "get_base_model") else model
-    config = model.config.get_text_config()
-    classes = type(model if config is model.config else model.get_decoder()).__mro__
-    is_cut = hasattr(config, "pruned_modules")
-    return next(kind for kind in classes if not is_cut or kind.__module__.startswith("transformers.")), config
-
-
-def _built(model_class: Any, config: Any) -> Any:
+def _built(model_class: Any, config_class: Any, values: str) -> Any:
     """Build a random float64 model on the CPU; its weights are large, so that every head matters."""
     import torch
 
+    config = config_class.from_dict(json.loads(values))
     config._experts_implementation = "eager"  # the others have no float64
     with torch.device("meta"):
         size = sum(parameter.numel() for parameter in model_class(copy.deepcopy(config)).parameters())
@@ -280,11 +279,8 @@ def refute(model: Any, family: Family, layers: int) -> tuple[str, str]:
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()  # warnings about the sizes of the tiny model would be taken for the user's model
     try:
-        model_class, config = _text_class(model)
-        config_class: Any = type(config)
         with torch.device("cpu"):
-            values = json.dumps(tiny_config(config, layers), sort_keys=True)
-            return _refute(model_class, config_class, values, family)
+            return _refute(*_tiny(model, layers), family)
     except Exception as error:  # model classes raise errors of any type
         return f"no tiny model of its class can be built and run to prove its heads ({first_line(error)})", ""
     finally:
@@ -308,7 +304,7 @@ def refute_depth(model: Any, family: Family, layers: int) -> str:
 
     try:
         tiny = tiny_model(model, layers)
-        sublayers = list(read_sublayers(tiny, family, *read_blocks(tiny, family)))
+        sublayers = read_blocks(tiny, family)[2]
         for sublayer in sublayers:
             sublayer.output.register_forward_hook(zero)
         for name in {sublayer.layer for sublayer in sublayers}:
@@ -320,31 +316,28 @@ def refute_depth(model: Any, family: Family, layers: int) -> str:
     return f"a {changed[0]} without its blocks does not return its input" if changed else ""
 
 
-_Numbered = tuple[str, int, Rows]  # part, number of the head or channel, its rows
-
-
 @lru_cache(maxsize=256)
 def _refute(model_class: Any, config_class: Any, values: str, family: Family) -> tuple[str, str]:
-    model = _built(model_class, config_class.from_dict(json.loads(values)))
-    attention, feed_forward = read_blocks(model, family)
+    model = _built(model_class, config_class, values)
+    attention, feed_forward, _ = read_blocks(model, family)
     if not attention:
         return "a tiny model of its class has no such attention", ""
     heads = channels = ""
     if family.feed_forward and not feed_forward:
         channels = "a tiny model of its class has no such feed-forward block"
     blocks = {block.label: block for block in feed_forward}
-
-    def numbered(owner: AttentionLayer | FeedForward, numbers: Mapping[str, Iterable[int]]) -> list[_Numbered]:
-        return [(part, number, owner.rows(part, number)) for part, selected in numbers.items() for number in selected]
-
     for layer in attention:
-        block = None if layer.stack == "cross" else blocks.get(layer.label)
-        kv_heads = range(layer.kv_heads)
-        inputs = {layer.o_proj: numbered(layer, {"q": range(layer.heads), "k": kv_heads, "v": kv_heads})}
-        if block:
-            inputs[block.down] = numbered(block, dict.fromkeys(block.parts, (0, 5, block.channels - 1)))
-        changed = _changed_inputs(model, inputs)
-        for (part, index, _), columns in zip(inputs[layer.o_proj], changed[layer.o_proj], strict=True):
+        counts = {"q": layer.heads, "k": layer.kv_heads, "v": layer.kv_heads}
+        rows = [(layer.o_proj, part, n, layer.rows(part, n)) for part, count in counts.items() for n in range(count)]
+        if layer.stack != "cross" and (block := blocks.get(layer.label)):
+            some = (0, 5, block.channels - 1)
+            rows += [(block.down, part, n, block.rows(part, n)) for part in block.parts for n in some]
+        changed = _changed_inputs(model, [(reader, own) for reader, _, _, own in rows])
+        for (reader, part, index, _), columns in zip(rows, changed, strict=True):
+            if reader is not layer.o_proj:
+                if columns.nonzero().flatten().tolist() != [index]:
+                    channels = channels or f"row {index} of {part} in {layer.label} computes other channels, too"
+                continue
             is_changed = columns.unflatten(-1, (layer.heads, layer.head_dim)).any(-1)
             actual = {head for head in range(layer.heads) if is_changed[head]}
             own = {head for head in range(layer.heads) if (head if part == "q" else layer.kv_head_of(head)) == index}
@@ -353,43 +346,35 @@ def _refute(model_class: Any, config_class: Any, values: str, family: Family) ->
                 heads = (
                     heads or f"rows of {part}{index} in {layer.label} compute heads {sorted(actual)}, not {sorted(own)}"
                 )
-        for (part, channel, _), columns in zip(inputs[block.down], changed[block.down], strict=True) if block else ():
-            if columns.nonzero().flatten().tolist() != [channel]:
-                channels = channels or f"row {channel} of {part} in {layer.label} computes other channels, too"
     return heads, channels
 
 
-def _changed_inputs(model: Any, rows: dict[nn.Module, list[_Numbered]]) -> dict[nn.Module, Tensor]:
-    """Return which inputs of each projection change by noise on the output of some rows: (rows, inputs), boolean."""
+def _changed_inputs(model: Any, rows: Sequence[tuple[nn.Module, Rows]]) -> list[Tensor]:
+    """Return for each reader which of its inputs change by noise on the output of the rows beside it, boolean."""
     import torch
 
-    all_rows = [part_rows for reader_rows in rows.values() for _, _, part_rows in reader_rows]
     generator = torch.Generator().manual_seed(1)
     recorded: dict[nn.Module, Tensor] = {}
 
     def add_noise(module: nn.Module, _inputs: Any, output: Tensor) -> Tensor:
-        batch = output.reshape(len(all_rows) + 1, -1, output.shape[-1]).clone()
-        for sequence, noisy_rows in zip(batch[1:], all_rows, strict=True):
+        batch = output.reshape(len(rows) + 1, -1, output.shape[-1]).clone()
+        for sequence, (_, noisy_rows) in zip(batch[1:], rows, strict=True):
             if noisy_rows.module is module:
                 noise = sequence[:, noisy_rows.start : noisy_rows.stop]
                 noise += 3 * torch.randn(noise.shape, dtype=noise.dtype, generator=generator)
         return batch.reshape(output.shape)
 
     def record(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        recorded.setdefault(module, inputs[0].reshape(len(all_rows) + 1, -1, inputs[0].shape[-1]))
+        recorded.setdefault(module, inputs[0].reshape(len(rows) + 1, -1, inputs[0].shape[-1]))
 
-    handles = [module.register_forward_hook(add_noise) for module in {part_rows.module for part_rows in all_rows}]
-    handles += [module.register_forward_pre_hook(record) for module in rows]
-    tokens = torch.randint(3, VOCABULARY, (1, 7), generator=generator).repeat(len(all_rows) + 1, 1)
+    handles = [module.register_forward_hook(add_noise) for module in {own.module for _, own in rows}]
+    handles += [module.register_forward_pre_hook(record) for module in {reader for reader, _ in rows}]
+    tokens = torch.randint(3, VOCABULARY, (1, 7), generator=generator).repeat(len(rows) + 1, 1)
     try:
         with torch.no_grad():
             model(tokens, use_cache=False)
     finally:
         for handle in handles:
             handle.remove()
-    changed, start = {}, 1
-    for reader, reader_rows in rows.items():
-        plain, noisy = recorded[reader][:1], recorded[reader][start : start + len(reader_rows)]
-        changed[reader] = (noisy - plain).abs().amax(1) > _ROUNDING
-        start += len(reader_rows)
-    return changed
+    inputs = [(recorded[reader][0], recorded[reader][n]) for n, (reader, _) in enumerate(rows, 1)]
+    return [(noisy - plain).abs().amax(0) > _ROUNDING for plain, noisy in inputs]

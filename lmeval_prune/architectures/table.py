@@ -71,8 +71,8 @@ class Family:
 def _fused(
     layer: str, attention: str, output: str, projection: str, order: Fused, names: FeedForwardNames, **more: Any
 ) -> Family:
-    family = Family(layer, attention, output, query=projection, key=projection, value=projection, fused=order)
-    return replace(family, feed_forward=names, **more)
+    same: dict[str, Any] = dict.fromkeys(("query", "key", "value"), projection)
+    return Family(layer, attention, output, **same, fused=order, feed_forward=names, **more)
 
 
 _GATED = FeedForwardNames("mlp|feed_forward", "up_proj", "down_proj", "gate_proj")

@@ -101,8 +101,15 @@ def resolve(name: str) -> str:
     with output_lock(target, timeout=-1):  # one process converts, others wait
         if not (target / "config.json").is_file():
             print(f"lmeval-prune: converting {name} once to {target}", file=sys.stderr, flush=True)
+            from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+            gguf, weights = str(source.parent), GgufConfig(dequantize=True)  # the model becomes float32
+            model = AutoModelForCausalLM.from_pretrained(gguf, gguf_file=source.name, quantization_config=weights)
+            tokenizer = AutoTokenizer.from_pretrained(gguf, gguf_file=source.name)
+            tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token  # some versions of transformers read none
             with new_folder(target) as folder:
-                convert(source, folder)
+                model.save_pretrained(folder)
+                tokenizer.save_pretrained(folder)
     return str(target)
 
 
@@ -120,16 +127,3 @@ def name_of(pretrained: str) -> str:
         if importlib.util.find_spec(model.package) and _folder(name).resolve() == Path(pretrained).resolve():
             return name
     return ""
-
-
-def convert(gguf: Path, folder: Path) -> None:
-    """Convert a GGUF file to a transformers folder with the model in float32 and its tokenizer."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
-
-    model = AutoModelForCausalLM.from_pretrained(
-        str(gguf.parent), gguf_file=gguf.name, quantization_config=GgufConfig(dequantize=True)
-    )
-    model.save_pretrained(folder)
-    tokenizer = AutoTokenizer.from_pretrained(str(gguf.parent), gguf_file=gguf.name)
-    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token  # some versions of transformers read none
-    tokenizer.save_pretrained(folder)

@@ -12,7 +12,7 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from functools import cache
 from pathlib import Path, PurePosixPath
@@ -399,7 +399,7 @@ def save_checkpoint(
     added to the manifest. `parent` is the model that was cut, whose companions are copied, and which must not be
     overwritten.
     """
-    with new_folder(folder, lambda path: check_folder(path, [parent], keeps_trained=False)) as unfinished:
+    with new_folder(folder, lambda path: check_folder(path, parent, keeps_trained=False)) as unfinished:
         _write_model(unfinished, model)
         if tokenizer is not None:
             tokenizer.save_pretrained(unfinished)
@@ -410,12 +410,12 @@ def save_checkpoint(
         write_artefact(unfinished / MANIFEST, SCHEMA, VERSION, {**manifest, "files": files})
 
 
-def check_folder(folder: str | os.PathLike[str], parents: Collection[str] = (), keeps_trained: bool = True) -> None:
-    """Refuse a parent, and all but an unchanged checkpoint; with `keeps_trained`, also one that was trained."""
+def check_folder(folder: str | os.PathLike[str], parent: str, keeps_trained: bool = True) -> None:
+    """Refuse the parent, and all but an unchanged checkpoint; with `keeps_trained`, also one that was trained."""
     folder = Path(folder)
     if not folder.is_dir() or not any(folder.iterdir()):
         return
-    if any(Path(parent).is_dir() and folder.samefile(parent) for parent in parents if parent):
+    if parent and Path(parent).is_dir() and folder.samefile(parent):
         raise InputError(f"{folder} is the model that is cut, which would be lost; name another folder")
     manifest = read_manifest(folder) or {"files": {}}
     if keeps_trained and is_trained(manifest):
@@ -541,16 +541,15 @@ def first_labels(stages: Iterable[Mapping[str, Any]]) -> dict[str, str]:
 
 def removed_blocks(stages: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     """Return the blocks that each cut removed as a whole, by their names in the model before the first of the cuts."""
-    blocks: list[list[str]] = []
-    for number, stage in enumerate(stages):
-        labels = first_labels(stages[:number])
-        blocks.append([])
-        for name in stage["removed_blocks"]:
-            label, _, kind = name.rpartition(".")
-            layer = label.replace("cross.", "decoder.")  # cross-attention is in a layer of the decoder
-            first = labels.get(layer, layer)
-            blocks[-1].append(f"{first if layer == label else first.replace('decoder.', 'cross.')}.{kind}")
-    return blocks
+
+    def first_name(name: str, labels: Mapping[str, str]) -> str:
+        label, _, kind = name.rpartition(".")
+        layer = label.replace("cross.", "decoder.")  # cross-attention is in a layer of the decoder
+        first = labels.get(layer, layer)
+        return f"{first if layer == label else first.replace('decoder.', 'cross.')}.{kind}"
+
+    labels = [first_labels(stages[:number]) for number in range(len(stages))]
+    return [[first_name(x, own) for x in stage["removed_blocks"]] for stage, own in zip(stages, labels, strict=True)]
 
 
 def removal_summary(manifest: dict[str, Any]) -> str:

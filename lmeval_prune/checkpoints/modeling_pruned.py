@@ -46,14 +46,13 @@ class Absent(nn.Module):
 
     def __init__(self, outputs: list[Any], is_tuple: bool) -> None:
         super().__init__()
-        self.outputs: list[Any] = [None if source is None else tuple(source) for source in outputs]
-        self.is_tuple = is_tuple
+        self.outputs, self.is_tuple = outputs, is_tuple
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         values = tuple(None if source is None else self._value(source, inputs, named) for source in self.outputs)
         return values if self.is_tuple else values[0]
 
-    def _value(self, source: tuple[str, int, bool], inputs: tuple[Any, ...], named: dict[str, Any]) -> Any:
+    def _value(self, source: list[Any], inputs: tuple[Any, ...], named: dict[str, Any]) -> Any:
         name, position, is_zero = source
         value: Any = named[name] if name in named else inputs[position] if position < len(inputs) else None
         return torch.zeros_like(value) if is_zero else value
@@ -71,10 +70,22 @@ class Pruned:
         removed = "" if hasattr(model, model.base_model_prefix) else prefix
         entries = config.pruned_modules
         for name, arguments in entries.get("absent", {}).items():
-            _remove(model, name.removeprefix(removed), Absent(*arguments))
-        for name, shape in entries["shapes"].items():
+            path, absent = name.removeprefix(removed), Absent(*arguments)
+            for attribute, value in vars(model.get_submodule(path)).items():
+                # numbers and names of the layer: the model may read its kind of attention
+                if not attribute.startswith("_") and isinstance(value, str | int | float) and attribute != "training":
+                    setattr(absent, attribute, value)
+            model.set_submodule(path, absent)
+        for name, shape in entries["shapes"].items():  # the values are loaded later
             path, _, parameter = name.removeprefix(removed).rpartition(".")
-            _reshape(model.get_submodule(path), parameter, shape)
+            module = model.get_submodule(path)
+            before = getattr(module, parameter)
+            before = module.weight if before is None else before  # a bias that the stock model does not have
+            setattr(module, parameter, nn.Parameter(torch.empty(shape, dtype=before.dtype, device=before.device)))
+            for attributes in (("out_features", "in_features"), ("nx", "nf")):  # Linear, Conv1D
+                if parameter == "weight" and all(hasattr(module, attribute) for attribute in attributes):
+                    for attribute, size in zip(attributes, shape, strict=True):
+                        setattr(module, attribute, size)
         for name, counts in entries["attributes"].items():
             module = model.get_submodule(name.removeprefix(removed))
             for attribute, value in counts.items():
@@ -91,11 +102,9 @@ class Pruned:
 
     @classmethod
     def from_pretrained(cls, *inputs: Any, **options: Any) -> Any:
-        """Load weights from `model.pruned.safetensors`; see the stock class."""
         return super().from_pretrained(*inputs, **{"variant": VARIANT, **options})  # type: ignore[misc]
 
     def save_pretrained(self, *inputs: Any, **options: Any) -> Any:
-        """Save weights to `model.pruned.safetensors`; see the stock class."""
         return super().save_pretrained(*inputs, **{"variant": VARIANT, **options})  # type: ignore[misc]
 
 
@@ -112,25 +121,3 @@ def without_warnings_of_layers() -> Iterator[None]:
         yield
     finally:
         logger.removeFilter(is_shown)
-
-
-def _remove(model: Any, name: str, absent: Absent) -> None:
-    """Replace a module by an absent one, which has the numbers and names that the module has of its layer."""
-    parent, _, child = name.rpartition(".")
-    before = model.get_submodule(name)
-    for attribute, value in vars(before).items():  # the model may read the kind of attention from a layer
-        if not attribute.startswith("_") and isinstance(value, str | int | float) and attribute != "training":
-            setattr(absent, attribute, value)
-    setattr(model.get_submodule(parent), child, absent)
-
-
-def _reshape(module: nn.Module, name: str, shape: list[int]) -> None:
-    """Change the shape of a parameter; its values are loaded later."""
-    before: Any = getattr(module, name)
-    before = module.weight if before is None else before  # a bias that the stock model does not have
-    setattr(module, name, nn.Parameter(torch.empty(shape, dtype=before.dtype, device=before.device)))
-    if name == "weight":
-        for attributes in (("out_features", "in_features"), ("nx", "nf")):  # Linear, Conv1D
-            if all(hasattr(module, attribute) for attribute in attributes):
-                for attribute, size in zip(attributes, shape, strict=True):
-                    setattr(module, attribute, size)

@@ -57,7 +57,7 @@ ranked_name, drawn_name = "{:.0%} least important".format, "{:.0%} random, draw 
 
 def run(pretrained: str, folder: Path) -> dict[str, Any]:
     """Measure everything, write `demo.json` and the cut model to a folder, and return the results."""
-    check_folder(folder / "cut", [pretrained])
+    check_folder(folder / "cut", pretrained)
     began = time.perf_counter()
 
     def begin(part: str) -> None:

@@ -128,15 +128,14 @@ class LanguageHost(Host):
         return TrainingQuestions.from_artefact(read_manifest(embedded.resolve(folder)) or {})
 
     @cached_property
-    def fewest_positions(self) -> tuple[str, int | None]:
-        """The model or teacher with the fewest positions, and their number; None: no model names one."""
+    def positions(self) -> int | None:
+        """The fewest positions of the model and its teacher; None: neither names a number."""
         names = filter(None, (self.options.pretrained, self.options.other_teacher))
-        limits = [(name, position_limit(skeleton_of(name))) for name in names]
-        return min(limits, key=lambda pair: pair[1] or math.inf)
+        return min(filter(None, (position_limit(skeleton_of(name)) for name in names)), default=None)
 
     @property
     def max_length(self) -> int:
-        return min(self.options.max_length, self.fewest_positions[1] or self.options.max_length)
+        return min(self.options.max_length, self.positions or self.options.max_length)
 
     # ------------------------------------------------------------------ data
 
@@ -308,8 +307,8 @@ class LanguageHost(Host):
         keeps its target. A prompt is too long to ask if it leaves no room for an answer; one of which the model read
         the end alone is too long, too.
         """
-        answerer, are_problems, positions = self.answerer, texts[0].is_problem, self.fewest_positions[1]
-        room = math.inf if are_problems or positions is None else positions - answerer.length
+        answerer, are_problems = self.answerer, texts[0].is_problem
+        room = math.inf if are_problems or self.positions is None else self.positions - answerer.length
         asked = [text for text in texts if len(text.ids) <= room]
         questions = [text.question for text in asked if text.question]
         if not are_problems:  # which may have the settings of a task

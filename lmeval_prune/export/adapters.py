@@ -12,7 +12,7 @@ import re
 import shlex
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from gguf import GGUFReader, GGUFWriter
@@ -21,7 +21,7 @@ from markupsafe import Markup
 from safetensors.torch import save
 from torch import Tensor
 
-from lmeval_prune.architectures import AttentionLayer, ModelMap, map_model
+from lmeval_prune.architectures import AttentionLayer, map_model
 from lmeval_prune.architectures.blocks import columns_of, is_transposed, weight_of
 from lmeval_prune.artefacts import content_digest, digest, new_folder, output_lock, write_artefact, write_bytes
 from lmeval_prune.checkpoints import embedded
@@ -34,17 +34,6 @@ from lmeval_prune.interventions.plan import tensors_digest
 from lmeval_prune.surgery.card import CARD, PIPELINES, auto_class, shown, write_card
 
 PLAIN_LINEAR_CLASSES = {"Linear", "Conv1D", "FalconLinear"}  # compute x Wᵀ + b and nothing else
-
-
-class Update(NamedTuple):
-    """A low-rank update of an output projection: `lora_b @ lora_a` is added to its weight."""
-
-    module: str  # full name of the projection
-    layer: int  # its number
-    heads: list[int]  # pruned heads
-    lora_a: Tensor  # (rank, inputs), rows of the identity
-    lora_b: Tensor  # (outputs, rank), the negated weight columns of these inputs
-    columns: int  # used columns of `lora_b` and rows of `lora_a`; the others are zero
 
 
 def export_adapters(
@@ -70,9 +59,8 @@ def export_adapters(
         )
     model_map = map_model(with_weights(skeleton, pretrained, revision))
     kind = SERVER_DTYPES[dtype] if dtype else weight_of(model_map.attention[0].o_proj).dtype
-    names = dict.fromkeys(mask.fit_to(model_map).heads for mask in masks)
-    pools = [(heads, HeadMask(heads, allow_empty_layer=True).by_layer(model_map)) for heads in names]
-    pools.sort(key=lambda pool: [layer.index for layer, _ in pool[1]])
+    fitted = {mask.heads: mask.by_layer(model_map) for mask in (mask.fit_to(model_map) for mask in masks)}
+    pools = sorted(fitted.items(), key=lambda pool: [layer.index for layer, _ in pool[1]])
     pruned = [pair for _, pairs in pools for pair in pairs]
     if format == "gguf":
         gguf_architecture(model_map)  # refuses others
@@ -86,95 +74,92 @@ def export_adapters(
         "checkpoint": checkpoint_identity(pretrained, revision),
         **model_map.signature(),
     }
-    settings = {"format": format, "dtype": str(kind).removeprefix("torch."), "base": base}
-    written = 0
-
-    def write(folder: Path, own: dict[str, Any], updates: Sequence[Update]) -> None:
-        parts = [(x, part, tensor) for x in updates for part, tensor in (("a", x.lora_a), ("b", x.lora_b))]
-        model = model_map.model
-        if format == "gguf":
-            writer = GGUFWriter(str(folder / "adapter.gguf"), gguf_architecture(model_map))
-            writer.add_type("adapter")
-            writer.add_name(own["name"])
-            writer.add_string("adapter.type", "lora")
-            writer.add_float32("adapter.lora.alpha", float(rank))
-            for update, part, tensor in parts:
-                add_tensor(writer, f"blk.{update.layer}.attn_output.weight.lora_{part}", tensor, kind)
-            write_gguf(writer)
-        else:
-            prefix = "base_model.model."
-            tensors = {f"{prefix}{x.module}.lora_{part.upper()}.weight": y.contiguous() for x, part, y in parts}
-            write_bytes(folder / "adapter_model.safetensors", save(tensors, {"format": "pt"}))
-            task = "CAUSAL_LM" if model.can_generate() else "FEATURE_EXTRACTION"
-            config = {
-                "peft_type": "LORA",
-                "task_type": "SEQ_2_SEQ_LM" if model.config.is_encoder_decoder else task,
-                "base_model_name_or_path": name_or_file,
-                "r": rank,
-                "lora_alpha": rank,
-                "target_modules": [update.module for update in updates],
-                "fan_in_fan_out": is_transposed(model_map.attention[0].o_proj),
-                "inference_mode": True,
-            }
-            write_bytes(folder / "adapter_config.json", f"{json.dumps(config, indent=2)}\n".encode())
-        columns = {update.module: update.lora_b[:, : update.columns] for update in updates}
-        modules = {update.module: update.heads for update in updates}
-        content = {
-            **own,
-            "rank": rank,
-            "hash": digest([tensors_digest(columns), modules, own["dtype"]]),
-            "modules": modules,
-            "files": {file.name: content_digest(file) for file in sorted(folder.iterdir())},
-        }
-        write_artefact(folder / MANIFEST, SCHEMA, VERSION, content)
-        known, loader = embedded.name_of(pretrained), auto_class(model)
-        shown_name, pipeline = known or shown(pretrained), PIPELINES.get(loader.removeprefix("AutoModel"))
-        removed = [f"attention heads {'+'.join(own['heads'])}, by a LoRA update of rank {rank}"]
-        write_card(
-            folder / CARD, own["name"], (pretrained, revision), format, ["lora", "pruned"], removed, pipeline,
-            auto_class="" if known else loader, dtype=own["dtype"], pretrained=shown_name,
-            pretrained_quoted=Markup(shlex.quote(shown_name)), is_adapter=True,
-        )  # fmt: skip
-
+    settings: dict[str, Any] = {"format": format, "dtype": str(kind).removeprefix("torch."), "base": base}
+    model, known, loader, written = model_map.model, embedded.name_of(pretrained), auto_class(model_map.model), 0
+    name_of = {module: name for name, module in model.named_modules()}
     with output_lock(Path(output)):
         for heads, layers in pools:
             name = adapter_name(heads)
             folder, own = Path(output) / name, {"name": name, "heads": list(heads), **settings}
-            if not folder.exists():
-                updates = _updates(model_map, layers, kind, rank)
-                with new_folder(folder) as temporary:
-                    write(temporary, own, updates)
-                written += 1
-                print(folder, flush=True)
+            if folder.exists():
+                manifest = read_adapter(folder)
+                if other := [key for key, value in own.items() if manifest[key] != value]:
+                    raise InputError(f"{folder} is an adapter of another {other[0]}; name another folder, or remove it")
+                if any(content_digest(folder / file) != sha256 for file, sha256 in manifest["files"].items()):
+                    raise InputError(f"files of {folder} have changed since; remove it to export the adapter again")
                 continue
-            manifest = read_adapter(folder)
-            if differs := [key for key, value in own.items() if manifest[key] != value]:
-                raise InputError(f"{folder} is an adapter of another {differs[0]}; name another folder, or remove it")
-            if any(content_digest(folder / file) != sha256 for file, sha256 in manifest["files"].items()):
-                raise InputError(f"files of {folder} have changed since; remove it to export the adapter again")
+            updates = {layer: _update(layer, lost, kind, rank, name_of[layer.o_proj]) for layer, lost in layers}
+            parts = [(layer, part, x) for layer, pair in updates.items() for part, x in zip("ab", pair, strict=True)]
+            modules = {name_of[layer.o_proj]: lost for layer, lost in layers}
+            used = {name_of[layer.o_proj]: updates[layer][1][:, : len(lost) * layer.head_dim] for layer, lost in layers}
+            with new_folder(folder) as unfinished:
+                if format == "gguf":
+                    writer = GGUFWriter(str(unfinished / "adapter.gguf"), gguf_architecture(model_map))
+                    writer.add_type("adapter")
+                    writer.add_name(name)
+                    writer.add_string("adapter.type", "lora")
+                    writer.add_float32("adapter.lora.alpha", float(rank))
+                    for layer, part, tensor in parts:
+                        add_tensor(writer, f"blk.{layer.index}.attn_output.weight.lora_{part}", tensor, kind)
+                    write_gguf(writer)
+                else:
+                    tensors = {
+                        f"base_model.model.{name_of[layer.o_proj]}.lora_{part.upper()}.weight": tensor.contiguous()
+                        for layer, part, tensor in parts
+                    }
+                    write_bytes(unfinished / "adapter_model.safetensors", save(tensors, {"format": "pt"}))
+                    task = "CAUSAL_LM" if model.can_generate() else "FEATURE_EXTRACTION"
+                    config = {
+                        "peft_type": "LORA",
+                        "task_type": "SEQ_2_SEQ_LM" if model.config.is_encoder_decoder else task,
+                        "base_model_name_or_path": name_or_file,
+                        "r": rank,
+                        "lora_alpha": rank,
+                        "target_modules": [*modules],
+                        "fan_in_fan_out": is_transposed(model_map.attention[0].o_proj),
+                        "inference_mode": True,
+                    }
+                    write_bytes(unfinished / "adapter_config.json", f"{json.dumps(config, indent=2)}\n".encode())
+                content = {
+                    **own,
+                    "rank": rank,
+                    "hash": digest([tensors_digest(used), modules, own["dtype"]]),
+                    "modules": modules,
+                    "files": {file.name: content_digest(file) for file in sorted(unfinished.iterdir())},
+                }
+                write_artefact(unfinished / MANIFEST, SCHEMA, VERSION, content)
+                shown_name = known or shown(pretrained)
+                removed = [f"attention heads {'+'.join(heads)}, by a LoRA update of rank {rank}"]
+                write_card(
+                    unfinished / CARD, name, (pretrained, revision), format, ["lora", "pruned"], removed,
+                    PIPELINES.get(loader), auto_class="" if known else loader, dtype=own["dtype"],
+                    pretrained=shown_name, pretrained_quoted=Markup(shlex.quote(shown_name)), is_adapter=True,
+                )  # fmt: skip
+            written += 1
+            print(folder, flush=True)
     counts = f"{written} adapters written, {len(pools) - written} kept"
     print(f"{output}: {counts}; rank {rank}, {settings['dtype']}; merged, all are exact")
     return settings, model_map.model.config
 
 
-def _updates(
-    model_map: ModelMap, layers: Iterable[tuple[AttentionLayer, list[int]]], dtype: torch.dtype, rank: int
-) -> list[Update]:
-    """Compute the update of each layer without some heads; check that it only zeroes columns if merged."""
-    names, updates = {module: name for name, module in model_map.model.named_modules()}, []
-    for layer, heads in layers:
-        weight, columns = weight_of(layer.o_proj).to(dtype), columns_of(layer, heads)
-        lora_a = weight.new_zeros(rank, weight.shape[1])
-        lora_a[range(len(columns)), columns] = 1
-        lora_b = weight.new_zeros(weight.shape[0], rank)
-        lora_b[:, : len(columns)] = -weight[:, columns]
-        exact = torch.promote_types(weight.dtype, torch.float32)
-        expected = weight.clone()
-        expected[:, columns] = 0
-        if not torch.equal(weight + (lora_b.to(exact) @ lora_a.to(exact)).to(weight.dtype), expected):
-            raise InputError(f"merged into {names[layer.o_proj]}, the adapter is not exact; give another --dtype")
-        updates.append(Update(names[layer.o_proj], layer.index, heads, lora_a, lora_b, len(columns)))
-    return updates
+def _update(
+    layer: AttentionLayer, heads: Sequence[int], dtype: torch.dtype, rank: int, name: str
+) -> tuple[Tensor, Tensor]:
+    """Compute A (rank, inputs) and B (outputs, rank) of a layer without some heads; check that merged, B A is exact.
+
+    Rows of A and columns of B beyond the heads' width are zero.
+    """
+    weight, columns = weight_of(layer.o_proj).to(dtype), columns_of(layer, heads)
+    lora_a = weight.new_zeros(rank, weight.shape[1])
+    lora_a[range(len(columns)), columns] = 1
+    lora_b = weight.new_zeros(weight.shape[0], rank)
+    lora_b[:, : len(columns)] = -weight[:, columns]
+    exact = torch.promote_types(weight.dtype, torch.float32)
+    expected = weight.clone()
+    expected[:, columns] = 0
+    if not torch.equal(weight + (lora_b.to(exact) @ lora_a.to(exact)).to(weight.dtype), expected):
+        raise InputError(f"merged into {name}, the adapter is not exact; give another --dtype")
+    return lora_a, lora_b
 
 
 def _check_gguf_weights(path: Path, layers: Iterable[AttentionLayer], dtype: torch.dtype) -> None:

@@ -64,8 +64,7 @@ def adapter(
     if not masks:
         raise InputError("name heads to prune: --heads L5H3+L15H0, --mask FILE, --layers 5,15 or --each L5H0-3")
     settings, config = export_adapters(pretrained, masks, output, dtype, format, served, revision)
-    for line in adapter_lines(Path(output), settings, config, None if served else revision):
-        print(f"\n{line}")
+    print(f"\n{_adapter_line(Path(output), settings, config, None if served else revision)}")
     return 0
 
 
@@ -121,8 +120,8 @@ def model(
     return 0
 
 
-def adapter_lines(output: Path, settings: Mapping[str, Any], config: Any, revision: str | None) -> list[str]:
-    """Return the command lines that serve the adapters in a folder with these settings."""
+def _adapter_line(output: Path, settings: Mapping[str, Any], config: Any, revision: str | None) -> str:
+    """Return the command line that serves the adapters in a folder with these settings."""
     from lmeval_prune.export.manifest import read_adapters
 
     found = read_adapters(output).values()
@@ -134,19 +133,18 @@ def adapter_lines(output: Path, settings: Mapping[str, Any], config: Any, revisi
         model, comment = quote(served), ""
         if not served.endswith(".gguf"):
             model, comment = "MODEL.gguf", f"# MODEL.gguf: the base model in {dtype}, not quantised\n"
-        return [f"{comment}llama-server -m {model} --lora-init-without-apply {files}"]
+        return f"{comment}llama-server -m {model} --lora-init-without-apply {files}"
     served = quote(served) + (f" --revision {quote(revision)}" if revision else "")
     rank, slots = max(adapter["rank"] for adapter in adapters), len(names) + 1  # vLLM on a CPU needs one slot more
     projection = next(iter(adapters[0]["modules"])).rpartition(".")[2]
     options, comment = _vllm_options(config)
     max_rank = next((allowed for allowed in VLLM_RANKS if allowed >= rank), rank)  # vLLM refuses more
-    return [
-        f"{comment}"
-        f"VLLM_PLUGINS=lora_filesystem_resolver,lmeval_prune VLLM_ALLOW_RUNTIME_LORA_UPDATING=True "
+    return (
+        f"{comment}VLLM_PLUGINS=lora_filesystem_resolver,lmeval_prune VLLM_ALLOW_RUNTIME_LORA_UPDATING=True "
         f"VLLM_LORA_RESOLVER_CACHE_DIR={quote(str(folder))} "
         f"vllm serve {served}{options} --dtype {dtype} --enable-lora --max-lora-rank {max_rank} "
         f"--max-loras {slots} --max-cpu-loras {slots} --lora-target-modules {projection}"
-    ]
+    )
 
 
 def _vllm_options(config: Any) -> tuple[str, str]:

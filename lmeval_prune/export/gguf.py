@@ -239,15 +239,13 @@ def write_gguf_model(
         gguf_names = get_tensor_name_map(
             next(number for number, name in MODEL_ARCH_NAMES.items() if name == architecture), len(layers)
         )
+        renumbered = {f"{x.name}.": f"{x.name.rpartition('.')[0]}.{number}." for number, x in enumerate(layers)}
         for name, tensor in model.state_dict().items():
             if name == "lm_head.weight" and tensor.data_ptr() == model.get_input_embeddings().weight.data_ptr():
                 continue  # llama.cpp uses the embeddings instead
-            renumbered = name
-            for number, gguf_layer in enumerate(layers):
-                if name.startswith(f"{gguf_layer.name}."):
-                    stack = gguf_layer.name.rpartition(".")[0]
-                    renumbered = f"{stack}.{number}{name.removeprefix(gguf_layer.name)}"
-            gguf_name = gguf_names.get_name(renumbered, (".weight", ".bias"))
+            layer_name = next((prefix for prefix in renumbered if name.startswith(prefix)), "")
+            written = renumbered.get(layer_name, "") + name.removeprefix(layer_name)
+            gguf_name = gguf_names.get_name(written, (".weight", ".bias"))
             assert gguf_name, f"llama.cpp's {architecture} has no tensor for {name}"
             if heads := heads_of_rows.get(name.rpartition(".")[0]):
                 # rope rotates pairs of a head's rows: i and i + d/2 in transformers, 2i and 2i + 1 in llama.cpp's

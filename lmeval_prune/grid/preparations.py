@@ -22,7 +22,7 @@ from lmeval_prune.config import Seed, Settings, Use, to_plain_json
 from lmeval_prune.grid.task_identity import task_digest
 from lmeval_prune.interventions import HeadMask
 from lmeval_prune.pruners.base import make_pruner
-from lmeval_prune.pruners.options import PruneOptions, PruneSettings, TextOptions
+from lmeval_prune.pruners.options import PruneOptions, PruneSettings, TextOptions, pick
 from lmeval_prune.pruners.parts import HEADS
 from lmeval_prune.registry import Registry, class_record
 from lmeval_prune.tasks.prompts import training_documents
@@ -182,11 +182,6 @@ class Prune(PruneSettings, Preparation):
 def calibration_source(task: str | None, text: str | None) -> Any:
     """Read a calibration text once for all plans of a grid: `cells_of` clears the cache."""
     return training_documents(task) if task else read_texts(str(text))
-
-
-def pick(base: type[Any], settings: Any) -> Any:
-    """Copy the fields of a base class from an instance of a subclass."""
-    return base(**{field.name: getattr(settings, field.name) for field in fields(base)})
 
 
 def make_preparation(name: str, settings: dict[str, Any], apply_chat_template: bool = False) -> Preparation:

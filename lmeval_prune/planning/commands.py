@@ -11,7 +11,7 @@ from typing import Any
 
 from lmeval_prune.config import command, resolve_device
 from lmeval_prune.errors import InputError
-from lmeval_prune.pruners.options import PruneOptions, PruneSettings, TextOptions
+from lmeval_prune.pruners.options import PruneOptions, PruneSettings, TextOptions, pick
 from lmeval_prune.pruners.table import PRUNERS
 
 DEFAULT = "flap"  # of `prune`: unlike slimgpt it suits short texts, and reads them once
@@ -123,7 +123,7 @@ def prune(
         device: cpu or cuda; default: a GPU if there is one
     """
     text_options = PruneSettings(**settings)  # refuses mistakes before torch is imported
-    pruning = PruneOptions(**{field.name: getattr(text_options, field.name) for field in fields(PruneOptions)})
+    pruning = pick(PruneOptions, text_options)
     from lmeval_prune.architectures import map_model
     from lmeval_prune.artefacts import check_writable
     from lmeval_prune.checkpoints.loading import check_folder, skeleton_of, tokenizer_of, with_weights
@@ -160,7 +160,7 @@ def prune(
     pruning = resolve_options(pruning, pruner, skeleton_map, channel_pruner, text_options.has_text, stored)
     check_writable(output)
     if cut:
-        check_folder(cut, [pretrained])
+        check_folder(cut, pretrained)
         check_writable(cut, folder=True)
         check_cuttable(skeleton_map, "heads" in pruning.kinds)
 

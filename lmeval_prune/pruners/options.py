@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Annotated, Literal
+from dataclasses import dataclass, fields
+from typing import Annotated, Any, Literal
 
 from annotated_types import Ge
 
@@ -158,3 +158,8 @@ class TextOptions(Settings):
 @dataclass(frozen=True)
 class PruneSettings(TextOptions, PruneOptions):
     """Options of a plan and of its calibration text."""
+
+
+def pick(base: type[Any], settings: Any) -> Any:
+    """Copy the fields of a base class from an instance of a subclass."""
+    return base(**{field.name: getattr(settings, field.name) for field in fields(base)})

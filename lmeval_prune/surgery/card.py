@@ -29,16 +29,15 @@ from lmeval_prune.reporting.documents import printable, render
 _logger = logging.getLogger(__name__)
 CARD = "README.md"
 MARKER = "<!-- lmeval-prune may replace this file as long as this line stands in it -->"
-# The Hub's task by the end of the name of the auto class that loads a model.
-PIPELINES = {
-    "ForSeq2SeqLM": None,
-    "ForCausalLM": "text-generation",
-    "ForMaskedLM": "fill-mask",
-    "ForSequenceClassification": "text-classification",
-    "ForTokenClassification": "token-classification",
-    "ForQuestionAnswering": "question-answering",
-    "ForImageTextToText": "image-text-to-text",
-    "": "feature-extraction",
+PIPELINES = {  # the Hub's task by the auto class that loads a model
+    "AutoModelForSeq2SeqLM": None,
+    "AutoModelForCausalLM": "text-generation",
+    "AutoModelForMaskedLM": "fill-mask",
+    "AutoModelForSequenceClassification": "text-classification",
+    "AutoModelForTokenClassification": "token-classification",
+    "AutoModelForQuestionAnswering": "question-answering",
+    "AutoModelForImageTextToText": "image-text-to-text",
+    "AutoModel": "feature-extraction",
 }
 
 
@@ -86,10 +85,9 @@ def write_checkpoint_card(
     """Write the card of a checkpoint into its folder; other arguments as in `write_card`."""
     name, has_code = auto_class(model), has_pruned_layers(model.config)
     tags = [*pruning_tags(manifest), *(["distilled"] if training else []), *(["custom_code"] if has_code else [])]
-    pipeline, removed = PIPELINES.get(name.removeprefix("AutoModel")), removed_lines(manifest)
-    values = {"auto_class": name, "has_code": has_code, "has_tokenizer": has_tokenizer}
-    values["can_generate"] = model.can_generate()
-    write_card(folder / CARD, title, parent, "transformers", tags, removed, pipeline, training, **values)
+    removed, values = removed_lines(manifest), {"has_tokenizer": has_tokenizer, "can_generate": model.can_generate()}
+    values |= {"auto_class": name, "has_code": has_code}
+    write_card(folder / CARD, title, parent, "transformers", tags, removed, PIPELINES.get(name), training, **values)
 
 
 def pruning_tags(manifest: Mapping[str, Any]) -> list[str]:
@@ -121,7 +119,7 @@ def shown(text: str) -> str:
 
 def auto_class(model: Any) -> str:
     """Return the auto class of transformers that loads a checkpoint."""
-    stock, usual = stock_class(model), [f"AutoModel{end}" for end in PIPELINES]
+    stock, usual = stock_class(model), [*PIPELINES]
     if classes := task_classes(stock, model.config):
         return min(classes, key=lambda name: usual.index(name) if name in usual else len(usual))
     is_base = auto_model_class("AutoModel", model.config) is stock

@@ -7,7 +7,7 @@ projection that reads it. `kept.py` finds what stays, and `model_class.py` choos
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -104,7 +104,7 @@ def cut_to(folder: str | os.PathLike[str], model: Any, plan: Plan | HeadMask, to
 
 def write_cut(pretrained: str, plan: Plan, output: str, revision: str | None = None, keep_shapes: bool = False) -> Cut:
     """Load and cut a model, write its checkpoint with its tokenizer, and print a summary; arguments as in `cut`."""
-    check_folder(output, [pretrained])
+    check_folder(output, pretrained)
     check_writable(output, folder=True)
     smaller = cut(pretrained, plan, keep_shapes, revision)
     smaller.save(output, tokenizer_of(pretrained, revision))
@@ -205,9 +205,14 @@ def _kept_tensors(model_map: ModelMap, plan: Plan, kept: Kept) -> dict[str, Tens
             index = torch.tensor(numbers, device=tensors[name].device)
             tensors[name] = tensors[name].index_select(axis, index)
 
-    def keep_rows(module: nn.Module, numbers: Sequence[int]) -> None:
-        keep(f"{names[module]}.weight", numbers, int(is_transposed(module)))
-        keep(f"{names[module]}.bias", numbers, 0)
+    def keep_rows(pieces: Iterable[tuple[nn.Module, Iterable[int]]]) -> None:
+        """Keep rows of projections, in the order that they have."""
+        kept_rows: dict[nn.Module, list[int]] = {}
+        for module, numbers in pieces:
+            kept_rows.setdefault(module, []).extend(numbers)
+        for module, rows in kept_rows.items():
+            keep(f"{names[module]}.weight", sorted(rows), int(is_transposed(module)))
+            keep(f"{names[module]}.bias", sorted(rows), 0)
 
     def keep_columns(module: nn.Module, numbers: Sequence[int], zeroed: Sequence[int]) -> None:
         """Keep columns, and zero some of those that stay, by their new numbers."""
@@ -229,8 +234,9 @@ def _kept_tensors(model_map: ModelMap, plan: Plan, kept: Kept) -> dict[str, Tens
     for heads in kept.heads:
         layer = heads.layer
         if not heads.unchanged:
-            for module, rows in heads.rows().items():
-                keep_rows(module, rows)
+            parts = (("q", heads.heads), ("k", heads.kv_heads), ("v", heads.kv_heads))
+            spans = [layer.rows(part, number) for part, numbers in parts for number in numbers]
+            keep_rows((span.module, range(span.start, span.stop)) for span in spans)
             for path, part in layer.family.head_parameters:
                 keep(f"{names[layer.module]}.{path}", heads.heads if part == "q" else heads.kv_heads, 0)
         fillers = columns_of(layer, map(heads.heads.index, heads.fillers))
@@ -238,12 +244,9 @@ def _kept_tensors(model_map: ModelMap, plan: Plan, kept: Kept) -> dict[str, Tens
     for block in model_map.feed_forward:
         if block.label in kept.channels:
             channels, zeroed = kept.channels[block.label], kept.zeroed[block.label]
-            rows_of: dict[nn.Module, list[int]] = {}
-            for part, module in block.parts.items() if len(channels) < block.channels else ():
-                start = block.rows(part).start
-                rows_of.setdefault(module, []).extend(start + channel for channel in channels)
-            for module, rows in rows_of.items():
-                keep_rows(module, rows)
+            if len(channels) < block.channels:
+                starts = [(span.module, span.start) for span in map(block.rows, block.parts)]
+                keep_rows((module, [start + channel for channel in channels]) for module, start in starts)
             keep_columns(block.down, channels, [index for index, channel in enumerate(channels) if channel in zeroed])
     for name in [f"{names[module]}.{part}" for module in kept.zeroed_outputs for part in ("weight", "bias")]:
         if name in tensors:

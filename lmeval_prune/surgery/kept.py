@@ -10,17 +10,17 @@ from __future__ import annotations
 import inspect
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lmeval_prune.architectures import AttentionLayer, FeedForward, ModelMap, cache_argument, input_device
-from lmeval_prune.architectures.blocks import ATTENTION, Sublayer, find_in, is_absent
+from lmeval_prune.architectures.blocks import ATTENTION, Sublayer, columns_of, find_in, in_features, is_absent
 from lmeval_prune.architectures.precision import exact_products
 from lmeval_prune.errors import InputError, first_line
-from lmeval_prune.interventions.plan import Plan
+from lmeval_prune.interventions.plan import Plan, find_projection
 
 Outputs = list[Any]  # arguments of `Absent`: sources of outputs, and whether they are a tuple
 TOKENS = 6  # of the pass
@@ -36,8 +36,10 @@ class KeptHeads:
     fillers: tuple[int, ...]  # pruned heads that stay with zero weights, so that groups are equal or shapes stay
 
     @classmethod
-    def of(cls, layer: AttentionLayer, pruned: Collection[int]) -> KeptHeads:
+    def of(cls, layer: AttentionLayer, pruned: Collection[int], keep_shapes: bool = False) -> KeptHeads:
         """Remove query heads: drop empty groups, and give the others as many heads as the largest has, with fillers."""
+        if keep_shapes:
+            return cls(layer, (*range(layer.heads),), (*range(layer.kv_heads),), (*sorted(pruned),))
         size = layer.group_size
         groups = {g: range(g * size, (g + 1) * size) for g in range(layer.kv_heads)}
         remaining = {g: [head for head in heads if head not in pruned] for g, heads in groups.items()}
@@ -53,23 +55,6 @@ class KeptHeads:
     def unchanged(self) -> bool:
         return len(self.heads) == self.layer.heads
 
-    def rows(self) -> dict[nn.Module, list[int]]:
-        """Return the rows of each input projection that stay, in their new order."""
-        fused = self.layer.family.fused
-        pieces: dict[nn.Module, list[tuple[int, range]]] = {}
-        for part, numbers in (("q", self.heads), ("k", self.kv_heads), ("v", self.kv_heads)):
-            for index, number in enumerate(numbers):
-                if fused:
-                    start = fused(part, index, len(self.heads), len(self.kv_heads), self.layer.head_dim)
-                else:
-                    start = self.layer.rows(part, index).start
-                old = self.layer.rows(part, number)
-                pieces.setdefault(old.module, []).append((start, range(old.start, old.stop)))
-        return {
-            module: [row for _, rows in sorted(parts, key=lambda piece: piece[0]) for row in rows]
-            for module, parts in pieces.items()
-        }
-
 
 @dataclass(frozen=True)
 class Kept:
@@ -79,40 +64,30 @@ class Kept:
     heads: Sequence[KeptHeads]  # of each attention block that stays
     channels: dict[str, list[int]]  # of each dense feed-forward block that stays, by layer label
     zeroed: dict[str, set[int]]  # pruned channels that stay with zero weights
-    zeroed_outputs: Sequence[nn.Module] = ()  # output projections whose weights become zero
-    removed: Sequence[str] = ()  # names of the removed blocks, as in a plan
-    absent: Mapping[str, Outputs] = field(default_factory=dict)  # arguments of `Absent` by module name
-    layers: Mapping[str, Outputs] = field(default_factory=dict)  # the same of layers that return their input, by name
+    zeroed_outputs: Sequence[nn.Module]  # output projections whose weights become zero
+    removed: Sequence[str]  # names of the removed blocks, as in a plan
+    absent: Mapping[str, Outputs]  # arguments of `Absent` by module name
+    layers: Mapping[str, Outputs]  # the same of layers that return their input, by name
     # The model's outputs under the plan, (1, tokens, …): of one pass, and of two with a cache if it decodes. Empty if
     # no block is removed.
-    outputs: Sequence[Tensor] = ()
+    outputs: Sequence[Tensor]
 
     @classmethod
     def of(cls, model_map: ModelMap, plan: Plan, keep_shapes: bool = False) -> Kept:
         """Remove what a plan removes, and blocks that lose all and have no bias; with `keep_shapes`, zero weights."""
-        pruned_heads = {layer.label: numbers for layer, numbers in plan.heads_by_layer(model_map)}
-        pruned_channels = {block.label: set(numbers) for block, numbers in plan.channels_by_layer(model_map)}
-        removed = list(plan.sublayers(model_map))
+        by_block = (*plan.heads_by_layer(model_map), *plan.channels_by_layer(model_map))
+        pruned: dict[Any, set[int]] = {block: set(numbers) for block, numbers in by_block}
+        biased = {find_projection(name, model_map) for name in plan.compensation if name.endswith(".bias")}
+        removed, zeroed_outputs = list(plan.sublayers(model_map)), list[nn.Module]()
         if keep_shapes:
             if whole := [str(sublayer) for sublayer in removed if sublayer.block is None]:
                 raise InputError(f"{whole[0]} has experts, whose weights cannot be zeroed; cut it out instead")
-            heads = [
-                KeptHeads(x, (*range(x.heads),), (*range(x.kv_heads),), (*sorted(pruned_heads.get(x.label, [])),))
-                for x in model_map.attention
-            ]
-            channels = {label: [*range(width)] for label, width in model_map.channels().items()}
-            zeroed = {label: pruned_channels.get(label, set()) for label in channels}
-            outputs = [sublayer.output for sublayer in removed]
-            return cls(model_map, heads, channels, zeroed, outputs, absent=_earlier_absent(model_map))
+            removed, zeroed_outputs = [], [sublayer.output for sublayer in removed]
         emptied: list[Sublayer] = []  # blocks that add nothing, because their output projection has no bias
-        for sublayer in model_map.sublayers:
-            block = sublayer.block
-            if isinstance(block, AttentionLayer):
-                is_empty, name = len(pruned_heads.get(block.label, ())) == block.heads, "o_proj"
-            elif block is not None:
-                is_empty, name = len(pruned_channels.get(block.label, ())) == block.channels, "down"
-            has_bias = getattr(sublayer.output, "bias", None) is not None
-            if block and is_empty and not has_bias and f"{block.label}.{name}.bias" not in plan.compensation:
+        for sublayer in () if keep_shapes else model_map.sublayers:
+            block, output = sublayer.block, sublayer.output
+            is_empty = block and len(columns_of(block, pruned.get(block, ()))) == in_features(output)
+            if is_empty and getattr(output, "bias", None) is None and output not in biased:
                 emptied.append(sublayer)
         gone_or_empty = [*removed, *emptied]
         for sublayer in emptied:  # a stack keeps its last attention block, with a head without an effect
@@ -120,14 +95,15 @@ class Kept:
             if sublayer.kind != ATTENTION or any(other not in gone_or_empty for other in alike):
                 removed.append(sublayer)
         gone = {sublayer.output for sublayer in removed}
-        heads = [KeptHeads.of(x, pruned_heads.get(x.label, [])) for x in model_map.attention if x.o_proj not in gone]
-        channels = {
-            block.label: [c for c in range(block.channels) if c not in pruned_channels.get(block.label, ())] or [0]
-            for block in model_map.feed_forward
-            if block.down not in gone
-        }
-        zeroed = {label: pruned_channels.get(label, set()) & {*numbers} for label, numbers in channels.items()}
-        return cls(model_map, heads, channels, zeroed, (), [*map(str, removed)], *_trace(model_map, plan, removed))
+        left = [layer for layer in model_map.attention if layer.o_proj not in gone]
+        heads = [KeptHeads.of(layer, pruned.get(layer, ()), keep_shapes) for layer in left]
+        channels, zeroed = dict[str, list[int]](), dict[str, set[int]]()
+        for dense in (block for block in model_map.feed_forward if block.down not in gone):
+            lost = pruned.get(dense, set())
+            staying = [channel for channel in range(dense.channels) if keep_shapes or channel not in lost] or [0]
+            channels[dense.label], zeroed[dense.label] = staying, lost & {*staying}
+        traced, names = _trace(model_map, plan, removed), [*map(str, removed)]
+        return cls(model_map, heads, channels, zeroed, zeroed_outputs, names, *traced)
 
     def layers_differ(self) -> bool:
         """Return whether layers keep different numbers of heads, or in one stack different channels, or lack blocks."""
@@ -159,19 +135,12 @@ def is_inside(name: str, modules: Collection[str]) -> bool:
 # --------------------------------------------------------------------------- modules that go with a block
 
 
-def _earlier_absent(model_map: ModelMap) -> dict[str, Outputs]:
-    return {
-        name: [[None if source is None else list(source) for source in module.outputs], module.is_tuple]
-        for name, module in model_map.model.named_modules()
-        if is_absent(module)
-    }
-
-
 def _trace(
     model_map: ModelMap, plan: Plan, removed: Sequence[Sublayer]
 ) -> tuple[Mapping[str, Outputs], Mapping[str, Outputs], Sequence[Tensor]]:
     """Run a model under a plan; return `absent`, `layers` and `outputs` of its `Kept` without the removed blocks."""
-    model, absent = model_map.model, _earlier_absent(model_map)
+    model = model_map.model
+    absent = {name: [x.outputs, x.is_tuple] for name, x in model.named_modules() if is_absent(x)}  # cut out earlier
     if not removed:
         return absent, {}, ()
     layers = {name: model.get_submodule(name) for name in dict.fromkeys(sublayer.layer for sublayer in removed)}

@@ -23,17 +23,6 @@ from lmeval_prune.checkpoints.modeling_pruned import LAYER_NUMBERS
 from lmeval_prune.errors import InputError
 from lmeval_prune.surgery.kept import Kept, Outputs, is_inside
 
-# Names of the attributes in which attention modules store their numbers of heads and of key-value heads, heads per
-# key-value head, and widths of all heads and of all key-value heads.
-_COUNTS = (
-    ("num_heads", "num_attention_heads", "n_heads"),
-    ("num_key_value_heads", "num_kv_heads", "kv_heads"),
-    ("num_key_value_groups",),
-    ("all_head_size", "split_size"),
-    ("kv_dim",),
-)
-_QUERY_WIDTH = {"gpt_bigcode": "embed_dim"}  # attribute that the forward pass reads to split the fused projection
-_READ_FROM_CONFIG = {"phi3": ("num_attention_heads", "num_key_value_heads")}  # read in the forward pass
 _CHANNELS = ("intermediate_size", "ffn_hidden_size", "ffn_dim", "n_inner", "d_ff", "hidden_dim")
 _DEPTHS = {  # settings of the number of layers, by stack
     "": ("num_hidden_layers",),
@@ -78,7 +67,7 @@ class Base:
 
     config: Any
     built: Any  # the stock model, without weights
-    absent: Mapping[str, Outputs]  # arguments of `Absent` by module name
+    absent: Mapping[str, Outputs]  # arguments of `Absent` by module name in the model that is cut
     renamed_layers: Mapping[str, str] = field(default_factory=dict)  # by their names in the model that is cut
     numbers: Mapping[str, dict[str, int]] = field(default_factory=dict)  # new layer numbers of attention modules
 
@@ -103,8 +92,7 @@ def _bases(kept: Kept) -> Iterator[Base]:
             config.per_layer_config = None
         for name in ("auto_map", "allow_global_per_layer_attribute_access"):  # an earlier cut wrote them
             config.__dict__.pop(name, None)
-    with torch.device("meta"):
-        built = stock(copy.deepcopy(config))
+    built = _build(stock, config)
     if kept.layers and (smaller := _with_fewer_layers(kept, stock, config, built)):
         yield _with_cache_numbers(smaller, kept)
     yield _with_cache_numbers(Base(config, built, {**kept.absent, **kept.layers}), kept)
@@ -132,8 +120,7 @@ def _with_fewer_layers(kept: Kept, stock: type, config: Any, built: Any) -> Base
     smaller_built = None if smaller is None else _build(stock, smaller)
     if smaller_built is None or not _has_same_modules(built, smaller_built, renamed):
         return None
-    base = Base(smaller, smaller_built, {}, renamed)
-    return replace(base, absent={base.name(name): arguments for name, arguments in kept.absent.items()})
+    return Base(smaller, smaller_built, kept.absent, renamed)
 
 
 def _settings_of_layers(config: Any, depth: int, staying: list[int]) -> dict[str, Any]:
@@ -322,23 +309,23 @@ def _pruned_model(
     names = {module: base.name(name) for name, module in kept.model_map.model.named_modules()}
     attributes: dict[str, dict[str, Any]] = {}  # of modules, where they differ from those of the stock model
     for heads in kept.heads:
-        layer, width = heads.layer, len(heads.heads) * heads.layer.head_dim
+        layer, count, kv_count = heads.layer, len(heads.heads), len(heads.kv_heads)
+        width = count * layer.head_dim
         if in_features(base.built.get_submodule(names[layer.o_proj])) == width:
             continue
-        numbers = (len(heads.heads), len(heads.kv_heads))
-        group_size, kv_width = numbers[0] // numbers[1], numbers[1] * layer.head_dim
-        counts = dict(zip(_COUNTS, (*numbers, group_size, width, kv_width), strict=True))
+        counts = {  # by the attributes in which attention modules store them
+            **dict.fromkeys(("num_heads", "num_attention_heads", "n_heads"), count),
+            **dict.fromkeys(("num_key_value_heads", "num_kv_heads", "kv_heads"), kv_count),
+            "num_key_value_groups": count // kv_count,
+            **dict.fromkeys(("all_head_size", "split_size"), width),
+            "kv_dim": kv_count * layer.head_dim,
+        }
         for module in layer.module.modules():
-            values: dict[str, Any] = {
-                name: counts[names_of_count]
-                for names_of_count in _COUNTS
-                for name in names_of_count
-                if isinstance(getattr(module, name, None), int)
-            }
-            if module is layer.module and model_type in _QUERY_WIDTH:
-                values[_QUERY_WIDTH[model_type]] = width
-            if module is layer.module and model_type in _READ_FROM_CONFIG:
-                values["config"] = dict(zip(_READ_FROM_CONFIG[model_type], numbers, strict=True))
+            values: dict[str, Any] = {n: x for n, x in counts.items() if isinstance(getattr(module, n, None), int)}
+            if module is layer.module and model_type == "gpt_bigcode":  # splits the fused projection by it
+                values["embed_dim"] = width
+            if module is layer.module and model_type == "phi3":  # reads them in the forward pass
+                values["config"] = {"num_attention_heads": count, "num_key_value_heads": kv_count}
             stock_module = base.built.get_submodule(names[module])
             if changed := {name: x for name, x in values.items() if getattr(stock_module, name) != x}:
                 attributes[names[module]] = changed
@@ -347,7 +334,7 @@ def _pruned_model(
     config.pruned_modules = {
         "shapes": {n: [*x] for n, x in shapes.items() if before.get(n) != x and is_parameter(n)},
         "attributes": attributes,
-        **({"absent": {name: [*arguments] for name, arguments in base.absent.items()}} if base.absent else {}),
+        **({"absent": {base.name(name): [*x] for name, x in base.absent.items()}} if base.absent else {}),
     }
     config.architectures = [f"{PREFIX}{stock.__name__}"]
     _add_layer_configs(config, kept, base)

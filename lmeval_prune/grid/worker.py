@@ -24,7 +24,7 @@ from torch.utils import collect_env
 from lmeval_prune.architectures import cache_argument
 from lmeval_prune.artefacts import file_lock, file_name, new_folder, write_artefact, write_table
 from lmeval_prune.comparison.distance import COLUMNS
-from lmeval_prune.comparison.variants import RecordingLM, check_tokenizers, record_requests
+from lmeval_prune.comparison.variants import check_tokenizers, record_requests
 from lmeval_prune.comparison.variants import measure as measure_distances
 from lmeval_prune.errors import InputError, disk_error, first_line
 from lmeval_prune.grid.cells import Cell, Item, Job, Made, versions
@@ -32,6 +32,7 @@ from lmeval_prune.grid.folder import CELL, MEASURE, VERSION, GridFolder
 from lmeval_prune.interventions import HeadMask, combined
 from lmeval_prune.models.arguments import Arguments
 from lmeval_prune.models.identity import Checkpoint
+from lmeval_prune.models.pruned_hf import PrunedHFLM
 from lmeval_prune.models.pruned_server import PrunedServerLM
 from lmeval_prune.models.servers import RECORD, SERVER_OPTIONS
 from lmeval_prune.profiling.costs import flops_of, parameters
@@ -54,7 +55,7 @@ brought. She laughed, wound the clock, and set it by the bell of the church, whi
 PREFILL, DECODED, REPEATS = 192, 32, 5
 
 
-class VariantLM(RecordingLM):
+class VariantLM(PrunedHFLM):
     """A loaded model whose arguments are changed from variant to variant."""
 
     # Masks of the job's variants: the first task's requests are answered with each of them, in one run of the engine.
@@ -278,9 +279,9 @@ class Worker:
                 variants[item.key] = arguments.interventions
             else:
                 others[item.key] = partial(_load_beside, item.cell, arguments, loading)
-        distances = measure_distances(lm, requests, variants, others)
+        frames = measure_distances(lm, requests, variants, others)
         for item in items:
-            table = pa.Table.from_pandas(distances.frame(item.key), preserve_index=False)
+            table = pa.Table.from_pandas(frames[item.key], preserve_index=False)
             for name in COLUMNS:
                 column = table[name].cast(pa.list_(pa.float32()))
                 table = table.set_column(table.schema.get_field_index(name), name, column)

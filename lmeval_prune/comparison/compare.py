@@ -68,8 +68,10 @@ def compare_runs(
     evaluations: Evaluations = {}
     for task in shared:
         by_run = {run.name: run.read(task, by) for run in runs if task in run.tasks}
-        if _shared_metrics(by_run):
-            evaluations[task] = by_run
+        own = by_run[base.name]
+        metrics = {name: own.metrics[name] for name in own.metrics if all(name in x.metrics for x in by_run.values())}
+        if metrics:
+            evaluations[task] = by_run | {base.name: replace(own, metrics=metrics)}  # which all runs have
     if without := [task for task in shared if task not in evaluations]:
         notes.append(f"{first_few(without)} left out: lm-eval computes no metric of it by a mean over questions")
     if not evaluations:
@@ -85,8 +87,10 @@ def compare_runs(
             if measured is not None:
                 row.measured |= measured.get((run.name, task), {})
             elif task in evaluations:
-                first, own = ([o.responses for o in evaluations[task][name].outcomes] for name in (base.name, run.name))
-                row.measured |= answer_distances(first, None if run is base else own)
+                first, other = (
+                    [o.responses for o in evaluations[task][name].outcomes] for name in (base.name, run.name)
+                )
+                row.measured |= answer_distances(first, None if run is base else other)
             row.measured |= {name: lengths[name] for name in ("mean_tokens", "cut_off") if lengths}
             if lengths and task in evaluations and (reason := cut_off_note(lengths)):
                 notes.append(f"{run.name} on {task}: {reason}")
@@ -231,8 +235,7 @@ def _tables(
 def _table(task: str, runs: Mapping[str, Evaluation], metric: str | None) -> Table:
     """Return the values of a task; every run has the metric of each question."""
     base, *_ = runs.values()
-    metrics = _shared_metrics(runs)
-    chosen = metrics[choose(task, metric, metrics)]
+    chosen = base.metrics[choose(task, metric, base.metrics)]
     for run in runs.values():
         complete = [column for column in columns_of(run.values) if np.isfinite(run.values[column]).all()]
         choose(task, chosen.column, complete)
@@ -245,12 +248,6 @@ def _table(task: str, runs: Mapping[str, Evaluation], metric: str | None) -> Tab
             )
     texts, numbers = zip(*((outcome.text_key, outcome.number) for outcome in base.outcomes), strict=True)
     return Table(list(runs), values, list(texts), (chosen,), numbers, weights=weights)
-
-
-def _shared_metrics(runs: Mapping[str, Evaluation]) -> dict[str, Any]:
-    """Return the metrics of a task that all runs have, as a function of a mean over questions; the first run's."""
-    first, *_ = runs.values()
-    return {name: metric for name, metric in first.metrics.items() if all(name in run.metrics for run in runs.values())}
 
 
 def _leaves(name: str, groups: Mapping[str, Sequence[str]], above: tuple[str, ...] = ()) -> list[str]:

@@ -111,7 +111,7 @@ class ResultsFile:
         if not isinstance(found, Mapping):
             return {}
         router = {name: value for name, value in (found.get("router") or {}).items() if name != "seed"}
-        return {name: router if name == "router" else found[name] for name in _PRUNING if name in found}
+        return _flat({name: router if name == "router" else found[name] for name in _PRUNING if name in found})
 
     @cached_property
     def samples(self) -> dict[str, Path]:
@@ -138,7 +138,7 @@ class ResultsFile:
         return Settings(_flat(prompt), _flat(other), self.results.get("lm_eval_version"))
 
     def lengths(self, task: str) -> Any:
-        """Return the lengths of a task's answers, as `Lengths`; None if the run did not note them."""
+        """Return the lengths of a task's answers, see `summarize_lengths`; None if the run did not note them."""
         name = self.results.get("task_names", {}).get(task, task)
         return ((self.config.get("pruning") or {}).get("answers") or {}).get(name)
 
@@ -341,7 +341,7 @@ class Run:
         return ", ".join([*parts, first_few(file.path for file in self.files)])
 
     def lengths(self, tasks: Sequence[str]) -> dict[str, Any]:
-        """Return the lengths of the answers to tasks together, as `Lengths`; empty if one's are unknown."""
+        """Return the lengths of the answers to tasks together; empty if one's are unknown."""
         parts = [file.lengths(task) for task in tasks for file in self.files_of(task)]
         return merge_lengths(parts) if parts and all(parts) else {}
 
@@ -355,7 +355,7 @@ class Run:
             # lm-eval leaves out what it could not find out
             reasons += different(files[0].model, file.model, has_same_version=False)
             both = bool(files[0].pruning and file.pruning)
-            if reasons := reasons + different(_flat(files[0].pruning), _flat(file.pruning), both):
+            if reasons := reasons + different(files[0].pruning, file.pruning, both):
                 raise InputError(
                     f"{self.name} has {task} twice with different settings: {first_few(reasons, most=3)}; name the "
                     f"results file to compare, {files[0].path} or {file.path}"

@@ -174,9 +174,8 @@ class EngineHFLM(PrunedLM, HFLM):
             return compute(pending, disable_tqdm)
         texts: dict[int, str] = {}
         if indices := self.by_engine(pending.requests):
-            part, masks = pending.part(indices), None
-            if self.router:
-                masks = [self.router.masks[name] for name in map(self.attempt, part.requests, part.repeats)]
+            part = pending.part(indices)
+            masks = [self.masks[name] for name in map(self.attempt, part.requests, part.repeats)]
             try:
                 texts = dict(zip(indices, self._compute_by_engine(part, disable_tqdm, masks), strict=True))
             except InsufficientMemoryError as error:

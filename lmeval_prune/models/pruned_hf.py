@@ -38,7 +38,6 @@ from lmeval_prune.models.answer_store import AnswerStore
 from lmeval_prune.models.answering import log_interventions, use_lm_eval_logging
 from lmeval_prune.models.arguments import Arguments, hf_arguments
 from lmeval_prune.models.generation import answer_limit, check_settings, prompt_room
-from lmeval_prune.models.head_router import FixedOrderRouter
 from lmeval_prune.models.hf import EngineHFLM
 from lmeval_prune.models.identity import identity_of, interventions_report, remote_code, tokenizer_fingerprint
 from lmeval_prune.profiling.costs import cost_columns
@@ -152,11 +151,11 @@ class PrunedHFLM(EngineHFLM):
             bare = skeleton(self.config, self.AUTO_MODEL_CLASS, bool(kwargs.get("trust_remote_code")))
         if bare is not None:  # before minutes of loading
             check_language_model(self.config, bare)
-            fixed = [own.router] if isinstance(own.router, FixedOrderRouter) else []
-            model_map: Any = map_model(bare, **own.description) if own.interventions or fixed else None
+            router = None if own.router is None or own.router.needs_weights else own.router
+            model_map: Any = map_model(bare, **own.description) if own.interventions or router else None
             for intervention in own.interventions:
                 intervention.fit_to(model_map)
-            for router in fixed:
+            if router:
                 router.fit_to(model_map, None, [])
         if self.arguments.responses:
             self.store = AnswerStore(self.arguments.responses, self.store_rank)

@@ -118,10 +118,6 @@ class ServedModel:
     max_length: int | None = field(default=None, compare=False)  # tokens of prompt and answer together
     adapter_ids: dict[str, int] = field(default_factory=dict)  # adapter → its number (llama.cpp)
 
-    @property
-    def identity(self) -> str:
-        return f"{self.name}: {self.root}"
-
 
 class ServerKind:
     """vLLM, and the base class of other kinds: all answer `/v1/completions`, `/v1/chat/completions`, `/v1/models`."""

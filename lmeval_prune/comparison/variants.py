@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -54,24 +55,47 @@ def record_requests(lm: PrunedHFLM, **evaluation: Any) -> dict[str, list[Any]]:
     return {kind: list(requests.values()) for kind, requests in recorded.items()}
 
 
-def load(pretrained: str, settings: DistanceOptions) -> PrunedHFLM:
-    arguments = {"engine": "batched", "deterministic": True, **settings.model_args}
-    return PrunedHFLM(pretrained, **arguments, **({"device": settings.device} if settings.device else {}))
-
-
-def check_models(
-    pretrained: str, settings: DistanceOptions, variants: Sequence[Intervention], checkpoints: Sequence[str]
-) -> None:
-    """Refuse a task that does not exist and variants that do not fit the model, before weights are loaded."""
+def distances_from(
+    pretrained: str,
+    settings: DistanceOptions,
+    variants: Mapping[str, Sequence[Intervention]],
+    checkpoints: Sequence[str],
+) -> dict[str, pd.DataFrame]:
+    """Measure interventions on a model, and other checkpoints, on the settings' text or task; see `measure`."""
+    dense = Checkpoint({**settings.model_args, "pretrained": pretrained})  # checked before weights are loaded
+    manager = task_manager(settings.metadata)
     if settings.task:
-        check_task_names(task_manager(settings.metadata), [settings.task])
-    dense = Checkpoint({**settings.model_args, "pretrained": pretrained})
-    for intervention in variants:
+        check_task_names(manager, [settings.task])
+    for intervention in chain.from_iterable(variants.values()):
         intervention.fit_to(dense.map)
     for name in checkpoints:
         check_tokenizers(dense, Checkpoint({**settings.model_args, "pretrained": name}))
     if settings.text and (limit := position_limit(dense.map.model)) and settings.tokens > limit:
         raise InputError(f"tokens={settings.tokens}: {pretrained} has {limit} positions; give fewer")
+    arguments = {"engine": "batched", "deterministic": True, **settings.model_args}
+    arguments |= {"device": settings.device} if settings.device else {}
+    lm, others = (
+        PrunedHFLM(pretrained, **arguments),
+        {name: partial(PrunedHFLM, name, **arguments) for name in checkpoints},
+    )
+    if settings.text:
+        options = TextOptions(text=settings.text, windows=settings.windows, tokens=settings.tokens, seed=settings.seed)
+        batches = read_calibration(lm.tokenizer, options).batches
+        rows = (tuple(row.tolist()) for batch in batches for row in batch.ids)
+        texts = [Text(row[:1], row[1:], ("text", number)) for number, row in enumerate(rows)]
+        return measure(lm, {}, variants, others, texts)
+    requests = record_requests(
+        lm,
+        tasks=[settings.task],
+        task_manager=manager,
+        limit=settings.limit,
+        num_fewshot=settings.num_fewshot,
+        gen_kwargs=settings.gen_kwargs or None,
+        apply_chat_template=settings.apply_chat_template,
+        fewshot_as_multiturn=settings.apply_chat_template,  # the default of lm-eval's command
+        system_instruction=settings.system_instruction,
+    )
+    return measure(lm, requests, variants, others)
 
 
 def check_tokenizers(dense: Checkpoint, other: Checkpoint) -> None:
@@ -79,14 +103,6 @@ def check_tokenizers(dense: Checkpoint, other: Checkpoint) -> None:
     if other.tokenizer.get_vocab() != dense.tokenizer.get_vocab():
         names = [str(checkpoint.loading["pretrained"]) for checkpoint in (other, dense)]
         raise InputError(f"{names[0]} has another tokenizer than {names[1]}")
-
-
-def read_windows(lm: PrunedHFLM, settings: DistanceOptions) -> list[Text]:
-    """Return the windows of a text file; all tokens but the first are compared."""
-    options = TextOptions(text=settings.text, windows=settings.windows, tokens=settings.tokens, seed=settings.seed)
-    batches = read_calibration(lm.tokenizer, options).batches
-    rows = (tuple(row.tolist()) for batch in batches for row in batch.ids)
-    return [Text(row[:1], row[1:], ("text", number)) for number, row in enumerate(rows)]
 
 
 def document(request: Any) -> tuple[str, int]:
@@ -160,16 +176,6 @@ def measure(
             tokens |= pass_distances(logits_of(lm.model), {name: logits_of(other.model)}, texts)
         del other  # before the next one is loaded
     return frames_of(texts, tokens, answers)
-
-
-def measure_checkpoints(names: Sequence[str], text: str) -> dict[str, Summary]:
-    """Return the distance of models from the first of them on windows of a text file, by name."""
-    first, *others = names
-    settings = DistanceOptions(text=text)
-    check_models(first, settings, [], others)
-    lm = load(first, settings)
-    loads = {name: partial(load, name, settings) for name in others}
-    return {name: summarize(frame) for name, frame in measure(lm, {}, {}, loads, read_windows(lm, settings)).items()}
 
 
 def greedy_answers(lm: PrunedHFLM, requests: Sequence[Any], masks: Mapping[str, HeadMask | None]) -> dict[str, Answers]:

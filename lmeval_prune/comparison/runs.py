@@ -206,11 +206,9 @@ def _flat(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 # ---------------------------------------------------------------------- outcomes of a task
 
 
-class Question(NamedTuple):
-    """What identifies a question of a task: its document. lm-eval's number of it (doc_id) depends on `--samples`."""
-
-    hash: str
-    repeat: int  # number of earlier questions with the same document
+# What identifies a question of a task, as lm-eval's number of it (doc_id) depends on `--samples`: the hash of its
+# document, and the number of earlier questions with the same.
+Question = tuple[str, int]
 
 
 class Outcome(NamedTuple):
@@ -262,12 +260,12 @@ def _read(file: ResultsFile, task: str, columns: Sequence[str], settings: Settin
         shown = Answer(*(intern(shortened(text)) for text in answer))  # runs that are compared have the same questions
         fields = [row["doc"].get(column) if isinstance(row["doc"], dict) else None for column in columns]
         document = tuple(str(value) if isinstance(value, str | int | float) else None for value in fields)
-        question = Question(intern(row["doc_hash"]), 0)
+        question = intern(row["doc_hash"]), 0
         outcomes[number] = Outcome(number, question, intern(text_key), prompt, shown, (response,), document)
     order, repeats = sorted(outcomes), Counter[str]()
     for number in order:
-        document_hash = outcomes[number].question.hash
-        outcomes[number] = outcomes[number]._replace(question=Question(document_hash, repeats[document_hash]))
+        document_hash, _ = outcomes[number].question
+        outcomes[number] = outcomes[number]._replace(question=(document_hash, repeats[document_hash]))
         repeats[document_hash] += 1
     own = {column: np.array([known.get(n, np.nan) for n in order]) for column, known in by_column.items()}
     metrics = known_metrics(own, file.results, task, file.samples[task])

@@ -32,7 +32,7 @@ from lmeval_prune.grid.task_identity import TaskIdentity, identify
 from lmeval_prune.models.arguments import ROUTER_ARGUMENTS, Arguments
 from lmeval_prune.models.head_router import POLICIES
 from lmeval_prune.models.identity import SERVED_ANSWERING, Checkpoint, argument_identity, code_versions
-from lmeval_prune.models.servers import ServerOptions, without_server
+from lmeval_prune.models.servers import SERVER_ARGUMENTS, ServerOptions
 from lmeval_prune.tasks.loading import included_folder, task_manager
 
 SEEDS = ("random_seed", "numpy_random_seed", "torch_random_seed", "fewshot_random_seed")  # of `simple_evaluate`
@@ -189,7 +189,8 @@ def cells_of(grid: Grid, models: Models | None = None) -> list[Cell]:
 def _cells(grid: Grid, variant: Variant, models: Models, tasks: dict[tuple[str, str], TaskIdentity]) -> Iterator[Cell]:
     """Yield a variant's cells; `models` and `tasks` are those that are known, by the arguments that load the model."""
     chat = bool(grid.apply_chat_template)
-    arguments = Arguments.of(without_server(variant.model_args))
+    own = {name: x for name, x in variant.model_args.items() if not (variant.served and name in SERVER_ARGUMENTS)}
+    arguments = Arguments.of(own)
     loading = arguments.loading
     loading_key = digest({name: str(value) for name, value in loading.items()})
     if loading_key not in models:

@@ -87,12 +87,6 @@ SERVER_ARGUMENTS = {
 }
 
 
-def without_server(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the model_args that describe a model, without those that describe the server of a served model."""
-    is_served = "base_url" in arguments
-    return {name: value for name, value in arguments.items() if not is_served or name not in SERVER_ARGUMENTS}
-
-
 # ---------------------------------------------------------------------- kinds
 
 

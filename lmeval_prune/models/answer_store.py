@@ -25,7 +25,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from hashlib import blake2b
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -308,7 +308,7 @@ def answer_requests(
     keys: list[str] = []
     new_columns: dict[str, dict[str, Any]] = {}  # of answers that are not stored, by key
     outdated = 0
-    prompts: dict[int, str] = {}  # digests by request: its repeats are the same object
+    prompt_digest = cache(digest)  # repeats of a request have the same
     for request, repeat in zip(requests, repeats, strict=True):
         parts, head = key_parts(request, repeat)
         versions = parts.pop("versions")
@@ -317,10 +317,8 @@ def answer_requests(
         keys.append(key)
         if key in store.responses or key in new_columns:
             continue
-        if id(request) not in prompts:
-            prompts[id(request)] = digest(request.args[0])
         new_columns[key] = {"request": request_digest, "versions": versions, "kind": kind, "task": request.task_name}
-        new_columns[key] |= {"prompt": prompts[id(request)], "head": head}
+        new_columns[key] |= {"prompt": prompt_digest(request.args[0]), "head": head}
         outdated += store.versions.get(request_digest, versions) != versions
     if outdated:
         logger.warning("%d stored answers were made by other versions of the code; they are not used", outdated)

@@ -68,8 +68,8 @@ class Table:
         return self.values[:, [self.variants.index(name) for name in variants]]
 
 
-def merged(name: str, tables: Sequence[Table], variants: Sequence[str]) -> tuple[Table, list[str]]:
-    """Return the table of the questions of several tasks, and a note on questions that several tasks contain.
+def merged(name: str, tables: Sequence[Table], variants: Sequence[str], notes: list[str]) -> Table:
+    """Return the table of the questions of several tasks; add a note on questions that several tasks contain.
 
     Outcomes of one question are not independent, so they are averaged.
     """
@@ -83,10 +83,11 @@ def merged(name: str, tables: Sequence[Table], variants: Sequence[str]) -> tuple
     sums = np.zeros((len(texts), len(names) + 1))
     np.add.at(sums, row, np.column_stack([outcomes, np.concatenate([table.weights for table in tables])]))
     means = sums / np.bincount(row)[:, None]
-    note = f"{name}: {len(outcomes)} outcomes of {len(texts)} questions; a question of several tasks counts once"
+    if len(texts) < len(outcomes):
+        counts = f"{len(outcomes)} outcomes of {len(texts)} questions"
+        notes.append(f"{name}: {counts}; a question of several tasks counts once")
     metrics = tuple(metric for table in tables for metric in table.metrics)
-    table = Table(names, means[:, :-1], texts, metrics, weights=means[:, -1])
-    return table, [note] if len(texts) < len(outcomes) else []
+    return Table(names, means[:, :-1], texts, metrics, weights=means[:, -1])
 
 
 # ---------------------------------------------------------------------- rows

@@ -249,10 +249,10 @@ def _table(task: str, runs: Mapping[str, Evaluation], metric: str | None) -> Tab
     return Table(list(runs), values, list(texts), (chosen,), numbers, weights=weights)
 
 
-def _leaves(name: str, groups: Mapping[str, Sequence[str]], above: tuple[str, ...] = ()) -> list[str]:
-    if name not in groups or name in above:
+def _leaves(name: str, groups: Mapping[str, Sequence[str]]) -> list[str]:
+    if name not in groups:
         return [name]
-    return list(dict.fromkeys(leaf for member in groups[name] for leaf in _leaves(member, groups, (*above, name))))
+    return list(dict.fromkeys(leaf for member in groups[name] for leaf in _leaves(member, groups)))
 
 
 def _groups(

@@ -151,14 +151,15 @@ def measure(
     with the same tokenizer; they are called one after another. Returns the texts of each variant, see `frames_of`.
     """
     texts = list(texts)
-    for kind in ("loglikelihood", "loglikelihood_rolling") if not texts else ():
-        kind_requests = requests.get(kind, [])
-        windows = token_windows(lm, kind, kind_requests, disable_tqdm=True)
-        texts += [Text(*window, document(request)) for request in kind_requests for window in windows[id(request)]]
-    if texts and "generate_until" in requests:
+    generated = requests.get("generate_until", [])
+    for kind in ("loglikelihood", "loglikelihood_rolling"):
+        scored = requests.get(kind, [])
+        windows = token_windows(lm, kind, scored, disable_tqdm=True)
+        texts += [Text(*window, document(request)) for request in scored for window in windows[id(request)]]
+    if texts and generated:
         raise InputError("some of these tasks generate, others score texts; measure them one at a time")
     answers: dict[str, Answers] = {}
-    if generated := requests.get("generate_until", []):
+    if generated:
         masks = masks_of(variants)
         answers = greedy_answers(lm, generated, {DENSE: None, **masks})
         for name in [name for name in variants if name not in masks]:

@@ -7,6 +7,7 @@ import logging
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack, closing, nullcontext, suppress
+from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -424,8 +425,7 @@ class PrunedHFLM(PrunedLM, HFLM):
 
         def run(pending: PendingRequests) -> list[Any]:
             row_masks, repeats = zip(*((masks[i % count], i // count) for i in pending.repeats), strict=True)
-            pending = PendingRequests(kind, pending.add, pending.requests, pending.keys, repeats)
-            return self._compute_by_engine(pending, disable_tqdm, row_masks)
+            return self._compute_by_engine(replace(pending, repeats=repeats), disable_tqdm, row_masks)
 
         repeated = [request for request in requests for _ in masks]
         answer_requests(self.store, repeated, kind, lambda request, i: parts(request, i // count, i % count), run)

@@ -161,9 +161,11 @@ def profile(
     summaries, cells = {}, {}
     if text and names[1:]:
         from lmeval_prune.comparison import distance
-        from lmeval_prune.comparison.variants import measure_checkpoints
+        from lmeval_prune.comparison.options import DistanceOptions
+        from lmeval_prune.comparison.variants import distances_from
 
-        summaries = measure_checkpoints(names, text)
+        frames = distances_from(names[0], DistanceOptions(text=text), {}, names[1:])
+        summaries = {name: distance.summarize(frame) for name, frame in frames.items()}
         cells = {name: distance.cells(distances) for name, distances in summaries.items()}
     work = Workload(prompt, new, batches, rounds, clock)
     answerers: dict[str, Any] = {"generate": generate_rate, "engine": engine_rate}

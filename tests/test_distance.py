@@ -25,7 +25,7 @@ from lmeval_prune.cli import main
 from lmeval_prune.comparison.distance import COLUMNS, first_difference, summarize_answers, summarize_tokens
 from lmeval_prune.comparison.options import DistanceOptions
 from lmeval_prune.comparison.tokens import Text, logits_of, pass_distances, reduce_distances, token_distances
-from lmeval_prune.comparison.variants import Distances, write
+from lmeval_prune.comparison.variants import frames_of, write
 from lmeval_prune.decoding import Engine
 from lmeval_prune.reporting.statistics import clustered_means
 from tests.conftest import strict_json, task_manager
@@ -139,11 +139,11 @@ def test_two_checkpoints_take_plain_passes() -> None:
     with torch.no_grad():
         other.lm_head.weight.mul_(1.5)
     texts = some_texts(3, longest=90)  # more tokens than a chunk
-    results = list(pass_distances(logits_of(dense), {"same": logits_of(dense), "other": logits_of(other)}, texts))
-    assert [(name, number) for name, number, _ in results] == [(n, i) for i in range(3) for n in ("same", "other")]
-    for name, number, values in results:
-        assert values.shape == (len(texts[number].continuation), len(COLUMNS))
-        assert (values[:, 0] > 0).all() == (name == "other")
+    results = pass_distances(logits_of(dense), {"same": logits_of(dense), "other": logits_of(other)}, texts)
+    for name, rows in results.items():
+        for text, values in zip(texts, rows, strict=True):
+            assert values.shape == (len(text.continuation), len(COLUMNS))
+            assert (values[:, 0] > 0).all() == (name == "other")
 
 
 # --------------------------------------------------------------------------- summaries
@@ -224,7 +224,7 @@ def test_what_is_infinite_or_undefined_is_null(tmp_path: Path) -> None:
     infinite[0, 0], infinite[0, 3] = torch.inf, -torch.inf
     tokens = {"finite": [finite] * 2, "infinite": [infinite, finite], "undefined": [undefined, finite]}
     options = DistanceOptions(text="text.txt")
-    write(str(tmp_path / "d.json"), "model", options, Distances(texts, tokens, {}))
+    write(str(tmp_path / "d.json"), "model", options, frames_of(texts, tokens, {}))
     variants = strict_json(tmp_path / "d.json")["variants"]
     for name in ("infinite", "undefined"):
         row, (first, second) = variants[name], variants[name]["texts"]

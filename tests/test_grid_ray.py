@@ -13,7 +13,7 @@ import pytest
 
 from lmeval_prune import InputError
 from lmeval_prune.grid.configuration import Grid
-from lmeval_prune.grid.ray_runner import RayRunner
+from lmeval_prune.grid.ray_runner import run_on_ray
 from lmeval_prune.grid.run import run
 from tests.conftest import ROOT
 from tests.test_grid import described, outcomes
@@ -49,7 +49,7 @@ def alone(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_node_that_dies_changes_nothing(tiny_folder: Path, alone: Path, tmp_path: Path, cluster: Any) -> None:
     """Killed when it has begun to answer; its job is done again by the other one."""
     with pytest.raises(InputError):
-        list(RayRunner(gpus=3).run(tmp_path, [], Grid.of(described(tiny_folder))))
+        list(run_on_ray(tmp_path, [], Grid.of(described(tiny_folder)), gpus=3))
     output, killed = tmp_path / "g", []
 
     def kill() -> None:
@@ -60,7 +60,7 @@ def test_a_node_that_dies_changes_nothing(tiny_folder: Path, alone: Path, tmp_pa
 
     killer = threading.Thread(target=kill, daemon=True)
     killer.start()
-    summary = run(Grid.of(described(tiny_folder, together=2)), str(output), RayRunner().run)
+    summary = run(Grid.of(described(tiny_folder, together=2)), str(output), run_on_ray)
     killer.join(60)
     assert killed and killed[0] < 12
     assert summary.failed == [] and summary.new == 12

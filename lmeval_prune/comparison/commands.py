@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -85,29 +84,12 @@ def distance(
     if repeated := [name for name in names if ["dense", *names].count(name) > 1]:
         raise InputError(f"two variants are called {repeated[0]!r}; name each once, files by different names")
     from lmeval_prune.artefacts import check_writable
-    from lmeval_prune.comparison.variants import check_models, load, measure, read_windows, record_requests, write
+    from lmeval_prune.comparison.variants import distances_from, write
     from lmeval_prune.models.arguments import Arguments
-    from lmeval_prune.tasks.loading import task_manager
 
     check_writable(output)
     arguments = [*({"heads": value} for value in heads), *({"mask": path} for path in mask)]
     pairs = zip(names, arguments, strict=False)  # the names of checkpoints come last
     variants = {name: Arguments.of(model_args).interventions for name, model_args in pairs}
-    check_models(pretrained, settings, [one for several in variants.values() for one in several], checkpoint)
-    lm, others = load(pretrained, settings), {name: partial(load, name, settings) for name in checkpoint}
-    texts = read_windows(lm, settings) if settings.text else ()
-    requests = {}
-    if settings.task:
-        requests = record_requests(
-            lm,
-            tasks=[settings.task],
-            task_manager=task_manager(settings.metadata),
-            limit=settings.limit,
-            num_fewshot=settings.num_fewshot,
-            gen_kwargs=settings.gen_kwargs or None,
-            apply_chat_template=settings.apply_chat_template,
-            fewshot_as_multiturn=settings.apply_chat_template,  # the default of lm-eval's command
-            system_instruction=settings.system_instruction,
-        )
-    print(write(output, pretrained, settings, measure(lm, requests, variants, others, texts)))
+    print(write(output, pretrained, settings, distances_from(pretrained, settings, variants, checkpoint)))
     return 0

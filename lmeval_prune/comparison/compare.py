@@ -64,19 +64,22 @@ def compare_runs(
     """
     base, *others = runs
     names = [run.name for run in runs]
-    shared, notes = _tasks(tasks, base, others)
+    notes, table_notes = list[str](), list[str]()
+    shared = _tasks(tasks, base, others, notes)
     evaluations: Evaluations = {}
     for task in shared:
         by_run = {run.name: run.read(task, by) for run in runs if task in run.tasks}
-        if _shared_metrics(by_run):
-            evaluations[task] = by_run
+        own = by_run[base.name]
+        metrics = {name: own.metrics[name] for name in own.metrics if all(name in x.metrics for x in by_run.values())}
+        if metrics:
+            evaluations[task] = by_run | {base.name: replace(own, metrics=metrics)}  # which all runs have
     if without := [task for task in shared if task not in evaluations]:
         notes.append(f"{first_few(without)} left out: lm-eval computes no metric of it by a mean over questions")
     if not evaluations:
         raise InputError(f"no task can be compared; {notes[-1]}")
     for task, by_run in evaluations.items():
-        notes += _align(task, by_run, allow_different)
-    tables, table_notes = _tables(evaluations, base, names, metric, by)
+        _align(task, by_run, allow_different, notes)
+    tables = _tables(evaluations, base, names, metric, by, table_notes)
     rows = rows_of(tables, base.name, seed)
     for run in runs:
         for task in [task for task in tables if (run.name, task) in rows]:
@@ -85,8 +88,10 @@ def compare_runs(
             if measured is not None:
                 row.measured |= measured.get((run.name, task), {})
             elif task in evaluations:
-                first, own = ([o.responses for o in evaluations[task][name].outcomes] for name in (base.name, run.name))
-                row.measured |= answer_distances(first, None if run is base else own)
+                first, other = (
+                    [o.responses for o in evaluations[task][name].outcomes] for name in (base.name, run.name)
+                )
+                row.measured |= answer_distances(first, None if run is base else other)
             row.measured |= {name: lengths[name] for name in ("mean_tokens", "cut_off") if lengths}
             if lengths and task in evaluations and (reason := cut_off_note(lengths)):
                 notes.append(f"{run.name} on {task}: {reason}")
@@ -104,12 +109,12 @@ def compare_runs(
     )
 
 
-def _tasks(names: Sequence[str], base: Run, others: Sequence[Run]) -> tuple[list[str], list[str]]:
-    """Return the tasks to compare, those of the baseline that another run has, and notes.
+def _tasks(names: Sequence[str], base: Run, others: Sequence[Run], notes: list[str]) -> list[str]:
+    """Return the tasks to compare, those of the baseline that another run has; add notes.
 
     `names` are tasks and groups; empty: all tasks of the baseline.
     """
-    available, notes = [*base.groups, *base.tasks], list[str]()
+    available = [*base.groups, *base.tasks]
     chosen = list(dict.fromkeys(task for name in names for task in _leaves(name, base.groups))) or base.tasks
     for task in chosen:
         if task not in base.tasks:
@@ -131,19 +136,19 @@ def _tasks(names: Sequence[str], base: Run, others: Sequence[Run]) -> tuple[list
         notes += [
             f"{run.name} on {task}: each question's mean over {n} results files" for task, n in counts.items() if n > 1
         ]
-    return shared, notes
+    return shared
 
 
 # ---------------------------------------------------------------------- what has to agree
 
 
-def _align(task: str, evaluations: dict[str, Evaluation], allowed: Collection[Kind]) -> list[str]:
+def _align(task: str, evaluations: dict[str, Evaluation], allowed: Collection[Kind], notes: list[str]) -> None:
     """Let all runs have the questions of the baseline, the first run, in its order.
 
     Questions, prompts and settings that differ are refused, or are notes if they are allowed. Of different questions,
     those of all runs are kept.
     """
-    (baseline, base), notes = next(iter(evaluations.items())), []
+    baseline, base = next(iter(evaluations.items()))
     first = {outcome.question: outcome.prompt for outcome in base.outcomes}
     for name, evaluation in evaluations.items():
         differences: dict[Kind, str] = {}
@@ -169,7 +174,6 @@ def _align(task: str, evaluations: dict[str, Evaluation], allowed: Collection[Ki
     order = [question for question in base.questions if question in common]
     for name, evaluation in evaluations.items():
         evaluations[name] = evaluation.of(order)
-    return notes
 
 
 # ---------------------------------------------------------------------- tables
@@ -181,8 +185,9 @@ def _tables(
     variants: Sequence[str],
     metric: str | Mapping[str, str] | None,
     by: Sequence[str],
-) -> tuple[dict[str, Table], list[str]]:
-    """Return the tables of tasks, of their parts, of groups and of all tasks, in this order, and notes."""
+    notes: list[str],
+) -> dict[str, Table]:
+    """Return the tables of tasks, of their parts, of groups and of all tasks, in this order; add notes."""
     tables, has_metric = {}, not isinstance(metric, str)
     for task, runs in evaluations.items():
         named = metric.get(task, metric.get(task.partition("::")[0])) if isinstance(metric, Mapping) else metric
@@ -212,7 +217,7 @@ def _tables(
                 )
     if missing := [column for column in by if not any(f", {column}: " in name for name in parts)]:
         raise InputError(f"by: no compared task has documents of several values of {missing[0]!r}")
-    groups, notes = _groups(tables, base.groups, variants)
+    groups = _groups(tables, base.groups, variants, notes)
     members = {task for name in groups for task in _leaves(name, base.groups)}
     tables = {task: replace(table, is_part=task in members) for task, table in tables.items()}
     top_level = [table for table in (*tables.values(), *groups.values()) if table.are_shares and not table.is_part]
@@ -222,17 +227,14 @@ def _tables(
         other = [task for task, table in tables.items() if not table.are_shares and task not in lower]
         notes += [f"{POOLED}: without {', '.join(lower)}, where lower is better"] if lower else []
         notes += [f"{POOLED}: without {', '.join(other)}, whose metric is not a share between 0 and 1"] if other else []
-        pooled, pooling_notes = merged(POOLED, shares, variants)
-        groups[POOLED] = replace(pooled, metrics=())
-        notes += pooling_notes
-    return tables | parts | groups, notes
+        groups[POOLED] = replace(merged(POOLED, shares, variants, notes), metrics=())
+    return tables | parts | groups
 
 
 def _table(task: str, runs: Mapping[str, Evaluation], metric: str | None) -> Table:
     """Return the values of a task; every run has the metric of each question."""
     base, *_ = runs.values()
-    metrics = _shared_metrics(runs)
-    chosen = metrics[choose(task, metric, metrics)]
+    chosen = base.metrics[choose(task, metric, base.metrics)]
     for run in runs.values():
         complete = [column for column in columns_of(run.values) if np.isfinite(run.values[column]).all()]
         choose(task, chosen.column, complete)
@@ -247,22 +249,16 @@ def _table(task: str, runs: Mapping[str, Evaluation], metric: str | None) -> Tab
     return Table(list(runs), values, list(texts), (chosen,), numbers, weights=weights)
 
 
-def _shared_metrics(runs: Mapping[str, Evaluation]) -> dict[str, Any]:
-    """Return the metrics of a task that all runs have, as a function of a mean over questions; the first run's."""
-    first, *_ = runs.values()
-    return {name: metric for name, metric in first.metrics.items() if all(name in run.metrics for run in runs.values())}
-
-
-def _leaves(name: str, groups: Mapping[str, Sequence[str]], above: tuple[str, ...] = ()) -> list[str]:
-    if name not in groups or name in above:
+def _leaves(name: str, groups: Mapping[str, Sequence[str]]) -> list[str]:
+    if name not in groups:
         return [name]
-    return list(dict.fromkeys(leaf for member in groups[name] for leaf in _leaves(member, groups, (*above, name))))
+    return list(dict.fromkeys(leaf for member in groups[name] for leaf in _leaves(member, groups)))
 
 
 def _groups(
-    tables: Mapping[str, Table], groups: Mapping[str, Sequence[str]], variants: Sequence[str]
-) -> tuple[dict[str, Table], list[str]]:
-    """Return the tables of groups with several compared tasks, inner groups first, and notes.
+    tables: Mapping[str, Table], groups: Mapping[str, Sequence[str]], variants: Sequence[str], notes: list[str]
+) -> dict[str, Table]:
+    """Return the tables of groups with several compared tasks, inner groups first; add notes.
 
     Groups with the same tasks as another are left out.
     """
@@ -270,7 +266,7 @@ def _groups(
     leaves = {name: [task for task in names if task in tables] for name, names in members.items()}
     ordered = sorted((name for name in groups if len(leaves[name]) > 1), key=lambda name: len(leaves[name]))
     merged_tables: dict[str, Table] = {}
-    notes, merged_sets = list[str](), set()
+    merged_sets = set()
     for name in ordered:
         if frozenset(leaves[name]) in merged_sets:
             continue
@@ -280,9 +276,8 @@ def _groups(
         if not all(table.are_shares for table in task_tables) and len({table.metrics for table in task_tables}) > 1:
             notes.append(f"{name}: left out, its tasks have metrics that cannot be averaged")
             continue
-        merged_tables[name], merged_notes = merged(name, task_tables, variants)
-        notes += merged_notes
+        merged_tables[name] = merged(name, task_tables, variants, notes)
         if len(task_tables) < len(members[name]):
             notes.append(f"{name}: {len(task_tables)} of its {len(members[name])} tasks")
     inner = {name for name in merged_tables for other in merged_tables if set(leaves[name]) < set(leaves[other])}
-    return {name: replace(table, is_part=name in inner) for name, table in merged_tables.items()}, notes
+    return {name: replace(table, is_part=name in inner) for name, table in merged_tables.items()}

@@ -111,7 +111,7 @@ class ResultsFile:
         if not isinstance(found, Mapping):
             return {}
         router = {name: value for name, value in (found.get("router") or {}).items() if name != "seed"}
-        return {name: router if name == "router" else found[name] for name in _PRUNING if name in found}
+        return _flat({name: router if name == "router" else found[name] for name in _PRUNING if name in found})
 
     @cached_property
     def samples(self) -> dict[str, Path]:
@@ -138,7 +138,7 @@ class ResultsFile:
         return Settings(_flat(prompt), _flat(other), self.results.get("lm_eval_version"))
 
     def lengths(self, task: str) -> Any:
-        """Return the lengths of a task's answers, as `Lengths`; None if the run did not note them."""
+        """Return the lengths of a task's answers, see `summarize_lengths`; None if the run did not note them."""
         name = self.results.get("task_names", {}).get(task, task)
         return ((self.config.get("pruning") or {}).get("answers") or {}).get(name)
 
@@ -206,11 +206,9 @@ def _flat(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 # ---------------------------------------------------------------------- outcomes of a task
 
 
-class Question(NamedTuple):
-    """What identifies a question of a task: its document. lm-eval's number of it (doc_id) depends on `--samples`."""
-
-    hash: str
-    repeat: int  # number of earlier questions with the same document
+# What identifies a question of a task, as lm-eval's number of it (doc_id) depends on `--samples`: the hash of its
+# document, and the number of earlier questions with the same.
+Question = tuple[str, int]
 
 
 class Outcome(NamedTuple):
@@ -262,12 +260,12 @@ def _read(file: ResultsFile, task: str, columns: Sequence[str], settings: Settin
         shown = Answer(*(intern(shortened(text)) for text in answer))  # runs that are compared have the same questions
         fields = [row["doc"].get(column) if isinstance(row["doc"], dict) else None for column in columns]
         document = tuple(str(value) if isinstance(value, str | int | float) else None for value in fields)
-        question = Question(intern(row["doc_hash"]), 0)
+        question = intern(row["doc_hash"]), 0
         outcomes[number] = Outcome(number, question, intern(text_key), prompt, shown, (response,), document)
     order, repeats = sorted(outcomes), Counter[str]()
     for number in order:
-        document_hash = outcomes[number].question.hash
-        outcomes[number] = outcomes[number]._replace(question=Question(document_hash, repeats[document_hash]))
+        document_hash, _ = outcomes[number].question
+        outcomes[number] = outcomes[number]._replace(question=(document_hash, repeats[document_hash]))
         repeats[document_hash] += 1
     own = {column: np.array([known.get(n, np.nan) for n in order]) for column, known in by_column.items()}
     metrics = known_metrics(own, file.results, task, file.samples[task])
@@ -341,7 +339,7 @@ class Run:
         return ", ".join([*parts, first_few(file.path for file in self.files)])
 
     def lengths(self, tasks: Sequence[str]) -> dict[str, Any]:
-        """Return the lengths of the answers to tasks together, as `Lengths`; empty if one's are unknown."""
+        """Return the lengths of the answers to tasks together; empty if one's are unknown."""
         parts = [file.lengths(task) for task in tasks for file in self.files_of(task)]
         return merge_lengths(parts) if parts and all(parts) else {}
 
@@ -355,7 +353,7 @@ class Run:
             # lm-eval leaves out what it could not find out
             reasons += different(files[0].model, file.model, has_same_version=False)
             both = bool(files[0].pruning and file.pruning)
-            if reasons := reasons + different(_flat(files[0].pruning), _flat(file.pruning), both):
+            if reasons := reasons + different(files[0].pruning, file.pruning, both):
                 raise InputError(
                     f"{self.name} has {task} twice with different settings: {first_few(reasons, most=3)}; name the "
                     f"results file to compare, {files[0].path} or {file.path}"

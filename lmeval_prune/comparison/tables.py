@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
+import pandas as pd
 
 from lmeval_prune.comparison.samples import Answer, Metric, question_keys
 from lmeval_prune.reporting.statistics import (
@@ -67,29 +68,26 @@ class Table:
         return self.values[:, [self.variants.index(name) for name in variants]]
 
 
-def merged(name: str, tables: Sequence[Table], variants: Sequence[str]) -> tuple[Table, list[str]]:
-    """Return the table of the questions of several tasks, and a note on questions that several tasks contain.
+def merged(name: str, tables: Sequence[Table], variants: Sequence[str], notes: list[str]) -> Table:
+    """Return the table of the questions of several tasks; add a note on questions that several tasks contain.
 
     Outcomes of one question are not independent, so they are averaged.
     """
     names = [variant for variant in variants if all(variant in table.variants for table in tables)]
     outcomes = np.concatenate([table.values_of(names) for table in tables])
-    keys = iter(question_keys([text for table in tables for text in table.texts]))
-    rows: dict[tuple[str, int], int] = {}  # by text, and the number of earlier questions of its task that are the same
-    row = []
-    for table in tables:
-        count: dict[str, int] = {}
-        for _ in table.texts:
-            key = next(keys)
-            row.append(rows.setdefault((key, count.get(key, 0)), len(rows)))
-            count[key] = count.get(key, 0) + 1
-    sums = np.zeros((len(rows), len(names) + 1))
+    questions = pd.DataFrame({"text": question_keys([text for table in tables for text in table.texts])})
+    questions["task"] = np.repeat(np.arange(len(tables)), [len(table.texts) for table in tables])
+    questions["repeat"] = questions.groupby(["task", "text"]).cumcount()  # earlier ones of the task that are the same
+    row = questions.groupby(["text", "repeat"], sort=False).ngroup().to_numpy()
+    texts = questions["text"][~questions.duplicated(["text", "repeat"])].to_list()
+    sums = np.zeros((len(texts), len(names) + 1))
     np.add.at(sums, row, np.column_stack([outcomes, np.concatenate([table.weights for table in tables])]))
     means = sums / np.bincount(row)[:, None]
-    note = f"{name}: {len(outcomes)} outcomes of {len(rows)} questions; a question of several tasks counts once"
+    if len(texts) < len(outcomes):
+        counts = f"{len(outcomes)} outcomes of {len(texts)} questions"
+        notes.append(f"{name}: {counts}; a question of several tasks counts once")
     metrics = tuple(metric for table in tables for metric in table.metrics)
-    table = Table(names, means[:, :-1], [text for text, _ in rows], metrics, weights=means[:, -1])
-    return table, [note] if len(rows) < len(outcomes) else []
+    return Table(names, means[:, :-1], texts, metrics, weights=means[:, -1])
 
 
 # ---------------------------------------------------------------------- rows
@@ -165,20 +163,17 @@ def rows_of(tables: Mapping[str, Table], baseline: str, seed: int) -> dict[tuple
     for is_part in (False, True):
         family = {task: table for task, table in tables.items() if table.is_part == is_part}
         tests = sum(len(table.variants) - 1 for table in family.values())
-        family_rows = [
-            row
-            for task, table in family.items()
-            for row in _rows_of(task, table, table.variants.index(baseline), seed, max(1, tests))
-        ]
-        tested = [row for row in family_rows if row.p is not None]
-        for row, adjusted in zip(tested, holm([row.p for row in tested if row.p is not None]), strict=True):
+        own = [row for task, table in family.items() for row in _rows_of(task, table, baseline, seed, max(1, tests))]
+        tested = [(row, row.p) for row in own if row.p is not None]
+        for (row, _), adjusted in zip(tested, holm([p for _, p in tested]), strict=True):
             row.p_holm = adjusted
-        rows |= {(row.variant, row.task): row for row in family_rows}
+        rows |= {(row.variant, row.task): row for row in own}
     return {(name, task): rows[name, task] for task, table in tables.items() for name in table.variants}
 
 
-def _rows_of(task: str, table: Table, base: int, seed: int, tests: int) -> Iterator[Row]:
+def _rows_of(task: str, table: Table, baseline: str, seed: int, tests: int) -> Iterator[Row]:
     """Yield the rows of one table; `tests` is the number of tests that are corrected together."""
+    base = table.variants.index(baseline)
     weights, values = table.weights / table.weights.mean(), table.values / table.weights.mean()
     is_binary = table.are_shares and bool(np.isin(values, (0.0, 1.0)).all())
     unit = 1.0 if table.are_shares else np.inf

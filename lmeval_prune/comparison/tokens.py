@@ -13,7 +13,7 @@ Names and definitions are those of llama.cpp's `llama-perplexity --kl-divergence
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from typing import Any, NamedTuple
 
@@ -70,7 +70,7 @@ def token_distances(
     masks = masks_of(variants)
     if masks and engine.unscored:
         masks = {}
-    results: dict[str, list[Any]] = {name: [None] * len(texts) for name in variants}
+    results: dict[str, list[Any]] = {name: [None] * len(texts) for name in masks}
     requests = [
         LikelihoodRequest(text.context, text.continuation, mask, (name, number))
         for number, text in enumerate(texts)
@@ -80,10 +80,8 @@ def token_distances(
         for request, distances in compared:
             name, number = request.tag
             results[name][number] = distances
-    dense, model_map = logits_of(engine.model), engine.model_map
-    others = {name: logits_under(each, model_map) for name, each in variants.items() if name not in masks}
-    for name, number, distances in pass_distances(dense, others, texts) if others else ():
-        results[name][number] = distances
+    others = {name: logits_under(each, engine.model_map) for name, each in variants.items() if name not in masks}
+    results |= pass_distances(logits_of(engine.model), others, texts) if others else {}
     return {name: results[name] for name in variants}
 
 
@@ -119,16 +117,12 @@ def logits_under(interventions: Sequence[Intervention], model_map: ModelMap) -> 
     return applied(interventions, model_map.model, model_map)(logits_of(model_map.model))
 
 
-def other_distances(dense: Logits, other: Logits, texts: Sequence[Text]) -> list[torch.Tensor]:
-    """Return the `COLUMNS` of each text's tokens under another model, by plain passes."""
-    return [distances for *_, distances in pass_distances(dense, {"": other}, texts)]
-
-
 def pass_distances(
     dense: Logits, variants: Mapping[str, Logits], texts: Sequence[Text]
-) -> Generator[tuple[str, int, torch.Tensor]]:
-    """Yield variant, number of a text, and its `COLUMNS`, by plain passes of each text."""
-    for number, text in enumerate(texts):
+) -> dict[str, list[torch.Tensor]]:
+    """Return the `COLUMNS` of each text's tokens, by variant, by plain passes of each text."""
+    results: dict[str, list[torch.Tensor]] = {name: [] for name in variants}
+    for text in texts:
         tokens, first = (text.context + text.continuation)[:-1], len(text.context) - 1
         with torch.inference_mode():
             reference = dense(tokens)[first:]
@@ -136,7 +130,8 @@ def pass_distances(
             for name, run in variants.items():
                 chunks = zip(following, reference.split(CHUNK), run(tokens)[first:].split(CHUNK), strict=True)
                 parts = [next(reduce_distances(part, iter(logits))) for part, *logits in chunks]
-                yield name, number, torch.cat(parts).cpu()
+                results[name].append(torch.cat(parts).cpu())
+    return results
 
 
 # ---------------------------------------------------------------------- what pruning did
@@ -160,7 +155,7 @@ def print_effect(model: Any, pruned: Logits, tokenizer: Any, unread: Sequence[Se
         rows = [encode(tokenizer, sentence(problem))[: position_limit(model)] for problem in problems]
         where = "packaged sentences"
     texts = [Text(tuple(row[:1]), tuple(row[1:]), ("", number)) for number, row in enumerate(rows)]
-    summary = summarize_texts(other_distances(logits_of(model), pruned, texts))
+    summary = summarize_texts(pass_distances(logits_of(model), {"": pruned}, texts)[""])
     values = (summary[name] for name in ("mean_kld", "same_top", "ppl_ratio"))
     kld, same_top, ratio = (math.inf if value is None else value for value in values)
     measured = f"mean KLD {kld:.3f}, same top token {same_top:.0%}, perplexity × {ratio:,.2f}"

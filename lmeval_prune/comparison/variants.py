@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -16,6 +16,7 @@ import torch
 
 from lmeval_prune.architectures import position_limit
 from lmeval_prune.artefacts import without_nan, write_artefact, write_text
+from lmeval_prune.attributes import replaced
 from lmeval_prune.comparison.distance import (
     COLUMNS,
     Summary,
@@ -25,7 +26,7 @@ from lmeval_prune.comparison.distance import (
     table,
 )
 from lmeval_prune.comparison.options import DistanceOptions
-from lmeval_prune.comparison.tokens import Text, applied, logits_of, masks_of, other_distances, token_distances
+from lmeval_prune.comparison.tokens import Text, applied, logits_of, masks_of, pass_distances, token_distances
 from lmeval_prune.errors import InputError
 from lmeval_prune.interventions import HeadMask, Intervention
 from lmeval_prune.models import generation
@@ -41,50 +42,60 @@ from lmeval_prune.tasks.loading import check_task_names, task_manager
 PLACEHOLDERS = {"generate_until": "", "loglikelihood": (0.0, False), "loglikelihood_rolling": 0.0}
 
 
-class RecordingLM(PrunedHFLM):
-    """A model that can record lm-eval's requests instead of answering them."""
+def record_requests(lm: PrunedHFLM, **evaluation: Any) -> dict[str, list[Any]]:
+    """Return the requests of an evaluation by kind, each once; `evaluation` are arguments of `simple_evaluate`."""
+    recorded: dict[str, dict[int, Any]] = {}  # lm-eval repeats a request for each of its attempts
 
-    recorded: dict[str, list[Any]] | None = None  # by kind, while they are recorded
-
-    def answer(self, kind: str, requests: list[Any], disable_tqdm: bool) -> list[Any]:
-        if self.recorded is None:
-            return super().answer(kind, requests, disable_tqdm)
-        self.recorded.setdefault(kind, []).extend(requests)
+    def record(kind: str, requests: list[Any], disable_tqdm: bool) -> list[Any]:
+        recorded.setdefault(kind, {}).update({id(request): request for request in requests})
         return [PLACEHOLDERS[kind]] * len(requests)
 
-
-def record_requests(lm: RecordingLM, **evaluation: Any) -> dict[str, list[Any]]:
-    """Return the requests of an evaluation by kind, each once; `evaluation` are arguments of `simple_evaluate`."""
-    lm.recorded = {}
-    try:
+    with replaced(lm, answer=record):
         lm_eval.simple_evaluate(lm, predict_only=True, bootstrap_iters=0, **evaluation)
-        # lm-eval repeats a request for each of its attempts
-        return {
-            kind: list({id(request): request for request in requests}.values())
-            for kind, requests in lm.recorded.items()
-        }
-    finally:
-        lm.recorded = None
+    return {kind: list(requests.values()) for kind, requests in recorded.items()}
 
 
-def load(pretrained: str, settings: DistanceOptions) -> RecordingLM:
-    arguments = {"engine": "batched", "deterministic": True, **settings.model_args}
-    return RecordingLM(pretrained, **arguments, **({"device": settings.device} if settings.device else {}))
-
-
-def check_models(
-    pretrained: str, settings: DistanceOptions, variants: Sequence[Intervention], checkpoints: Sequence[str]
-) -> None:
-    """Refuse a task that does not exist and variants that do not fit the model, before weights are loaded."""
+def distances_from(
+    pretrained: str,
+    settings: DistanceOptions,
+    variants: Mapping[str, Sequence[Intervention]],
+    checkpoints: Sequence[str],
+) -> dict[str, pd.DataFrame]:
+    """Measure interventions on a model, and other checkpoints, on the settings' text or task; see `measure`."""
+    dense = Checkpoint({**settings.model_args, "pretrained": pretrained})  # checked before weights are loaded
+    manager = task_manager(settings.metadata)
     if settings.task:
-        check_task_names(task_manager(settings.metadata), [settings.task])
-    dense = Checkpoint({**settings.model_args, "pretrained": pretrained})
-    for intervention in variants:
+        check_task_names(manager, [settings.task])
+    for intervention in chain.from_iterable(variants.values()):
         intervention.fit_to(dense.map)
     for name in checkpoints:
         check_tokenizers(dense, Checkpoint({**settings.model_args, "pretrained": name}))
     if settings.text and (limit := position_limit(dense.map.model)) and settings.tokens > limit:
         raise InputError(f"tokens={settings.tokens}: {pretrained} has {limit} positions; give fewer")
+    arguments = {"engine": "batched", "deterministic": True, **settings.model_args}
+    arguments |= {"device": settings.device} if settings.device else {}
+    lm, others = (
+        PrunedHFLM(pretrained, **arguments),
+        {name: partial(PrunedHFLM, name, **arguments) for name in checkpoints},
+    )
+    if settings.text:
+        options = TextOptions(text=settings.text, windows=settings.windows, tokens=settings.tokens, seed=settings.seed)
+        batches = read_calibration(lm.tokenizer, options).batches
+        rows = (tuple(row.tolist()) for batch in batches for row in batch.ids)
+        texts = [Text(row[:1], row[1:], ("text", number)) for number, row in enumerate(rows)]
+        return measure(lm, {}, variants, others, texts)
+    requests = record_requests(
+        lm,
+        tasks=[settings.task],
+        task_manager=manager,
+        limit=settings.limit,
+        num_fewshot=settings.num_fewshot,
+        gen_kwargs=settings.gen_kwargs or None,
+        apply_chat_template=settings.apply_chat_template,
+        fewshot_as_multiturn=settings.apply_chat_template,  # the default of lm-eval's command
+        system_instruction=settings.system_instruction,
+    )
+    return measure(lm, requests, variants, others)
 
 
 def check_tokenizers(dense: Checkpoint, other: Checkpoint) -> None:
@@ -92,14 +103,6 @@ def check_tokenizers(dense: Checkpoint, other: Checkpoint) -> None:
     if other.tokenizer.get_vocab() != dense.tokenizer.get_vocab():
         names = [str(checkpoint.loading["pretrained"]) for checkpoint in (other, dense)]
         raise InputError(f"{names[0]} has another tokenizer than {names[1]}")
-
-
-def read_windows(lm: RecordingLM, settings: DistanceOptions) -> list[Text]:
-    """Return the windows of a text file; all tokens but the first are compared."""
-    options = TextOptions(text=settings.text, windows=settings.windows, tokens=settings.tokens, seed=settings.seed)
-    batches = read_calibration(lm.tokenizer, options).batches
-    rows = (tuple(row.tolist()) for batch in batches for row in batch.ids)
-    return [Text(row[:1], row[1:], ("text", number)) for number, row in enumerate(rows)]
 
 
 def document(request: Any) -> tuple[str, int]:
@@ -112,50 +115,51 @@ def document(request: Any) -> tuple[str, int]:
 Answers = list[tuple[list[int], bool]]  # greedy ones: token ids with the EOS token; whether `max_gen_toks` ended it
 
 
-@dataclass
-class Distances:
-    """Distances of variants from a dense model."""
+def frames_of(
+    texts: Sequence[Text], tokens: Mapping[str, Sequence[torch.Tensor]], answers: Mapping[str, Answers]
+) -> dict[str, pd.DataFrame]:
+    """Return the texts of each variant: document, distances of its tokens (arrays), and greedy answers if there are.
 
-    texts: Sequence[Text]  # what was compared: continuations are the dense model's answers, or given
-    tokens: Mapping[str, Sequence[torch.Tensor]]  # by variant, `COLUMNS` of each token of a text's continuation
-    answers: Mapping[str, Answers]  # by variant, and of the dense model (`DENSE`); empty for given texts
-
-    def frame(self, variant: str) -> pd.DataFrame:
-        """Return the texts of a variant: document, distances of its tokens (arrays), and greedy answers."""
-        tasks, numbers = zip(*(text.document for text in self.texts), strict=True)
+    `tokens` are the `COLUMNS` of each token of a text's continuation, `answers` also those of the dense model
+    (`DENSE`), which has no distances.
+    """
+    tasks, numbers = zip(*(text.document for text in texts), strict=True)
+    frames = {}
+    for name in dict.fromkeys([*tokens, *answers]):
         columns: dict[str, Any] = {"task": tasks, "doc_id": numbers}
-        for column, name in enumerate(COLUMNS):
-            columns[name] = [rows[:, column].numpy() for rows in self.tokens[variant]]
-        if self.answers:
-            tokens, cut_off = zip(*self.answers[variant], strict=True)
-            pairs = zip(self.answers[DENSE], tokens, strict=True)
-            differences = [first_difference(dense, own) for (dense, _), own in pairs]
-            columns |= {"first_difference": pd.array(differences, dtype="Int32")}
-            columns |= {"answer_tokens": list(map(len, tokens)), "cut_off": cut_off}
-        return pd.DataFrame(columns)
+        for column, title in enumerate(COLUMNS if name in tokens else ()):
+            columns[title] = [rows[:, column].numpy() for rows in tokens[name]]
+        if answers:
+            own, cut_off = zip(*answers[name], strict=True)
+            differences = map(first_difference, (dense for dense, _ in answers[DENSE]), own)
+            columns |= {"first_difference": pd.array(list(differences), dtype="Int32")}
+            columns |= {"answer_tokens": list(map(len, own)), "cut_off": cut_off}
+        frames[name] = pd.DataFrame(columns)
+    return frames
 
 
 def measure(
-    lm: RecordingLM,
+    lm: PrunedHFLM,
     requests: Mapping[str, list[Any]],
     variants: Mapping[str, Sequence[Intervention]],
-    others: Mapping[str, Callable[[], RecordingLM]] = MappingProxyType({}),
+    others: Mapping[str, Callable[[], PrunedHFLM]] = MappingProxyType({}),
     texts: Sequence[Text] = (),
-) -> Distances:
+) -> dict[str, pd.DataFrame]:
     """Measure variants on given texts, or on the dense model's greedy answers to lm-eval's requests, by kind.
 
     `variants` are interventions by name; head masks run in one batch. `others` are functions that load other models
-    with the same tokenizer; they are called one after another.
+    with the same tokenizer; they are called one after another. Returns the texts of each variant, see `frames_of`.
     """
     texts = list(texts)
-    for kind in ("loglikelihood", "loglikelihood_rolling") if not texts else ():
-        kind_requests = requests.get(kind, [])
-        windows = token_windows(lm, kind, kind_requests, disable_tqdm=True)
-        texts += [Text(*window, document(request)) for request in kind_requests for window in windows[id(request)]]
-    if texts and "generate_until" in requests:
+    generated = requests.get("generate_until", [])
+    for kind in ("loglikelihood", "loglikelihood_rolling"):
+        scored = requests.get(kind, [])
+        windows = token_windows(lm, kind, scored, disable_tqdm=True)
+        texts += [Text(*window, document(request)) for request in scored for window in windows[id(request)]]
+    if texts and generated:
         raise InputError("some of these tasks generate, others score texts; measure them one at a time")
     answers: dict[str, Answers] = {}
-    if generated := requests.get("generate_until", []):
+    if generated:
         masks = masks_of(variants)
         answers = greedy_answers(lm, generated, {DENSE: None, **masks})
         for name in [name for name in variants if name not in masks]:
@@ -170,25 +174,12 @@ def measure(
     for name, load_other in others.items():
         with closing(load_other()) as other:
             answers |= greedy_answers(other, generated, {name: None}) if generated else {}
-            tokens[name] = other_distances(logits_of(lm.model), logits_of(other.model), texts)
+            tokens |= pass_distances(logits_of(lm.model), {name: logits_of(other.model)}, texts)
         del other  # before the next one is loaded
-    return Distances(texts, tokens, answers)
+    return frames_of(texts, tokens, answers)
 
 
-def measure_checkpoints(names: Sequence[str], text: str) -> dict[str, Summary]:
-    """Return the distance of models from the first of them on windows of a text file, by name."""
-    first, *others = names
-    settings = DistanceOptions(text=text)
-    check_models(first, settings, [], others)
-    lm = load(first, settings)
-    loads = {name: partial(load, name, settings) for name in others}
-    distances = measure(lm, {}, {}, loads, read_windows(lm, settings))
-    return {name: summarize(distances.frame(name)) for name in others}
-
-
-def greedy_answers(
-    lm: RecordingLM, requests: Sequence[Any], masks: Mapping[str, HeadMask | None]
-) -> dict[str, Answers]:
+def greedy_answers(lm: PrunedHFLM, requests: Sequence[Any], masks: Mapping[str, HeadMask | None]) -> dict[str, Answers]:
     """Answer requests greedily under each mask, all in one batch."""
     names, count = list(masks), len(masks)
     answers: dict[str, Answers] = {name: [([], False)] * len(requests) for name in names}
@@ -204,18 +195,16 @@ def greedy_answers(
     return answers
 
 
-def write(output: str, pretrained: str, settings: DistanceOptions, distances: Distances) -> str:
-    """Write the JSON file and the table, and return what the command prints."""
-    frames = {name: distances.frame(name) for name in distances.tokens}
-    summaries = {name: summarize(frame) for name, frame in frames.items()}
+def write(output: str, pretrained: str, settings: DistanceOptions, frames: Mapping[str, pd.DataFrame]) -> str:
+    """Write the JSON file and the table, and return what the command prints; `frames` are those of `measure`."""
+    summaries = {name: summarize(frame) for name, frame in frames.items() if name != DENSE}
     dense: Summary = {}
-    if distances.answers:
-        tokens, cut_off = zip(*distances.answers[DENSE], strict=True)
-        frame = next(iter(frames.values())).assign(answer_tokens=list(map(len, tokens)), cut_off=cut_off)
-        answer_summary = summarize_answers(frame)
+    if DENSE in frames:
+        answer_summary = summarize_answers(frames[DENSE])
         dense = {name: answer_summary[name] for name in ("mean_tokens", "mean_tokens_se", "cut_off", "cut_off_se")}
     variants: dict[str, Any] = {}
-    for variant, frame in frames.items():  # of each text, the means over its tokens
+    for variant in summaries:  # of each text, the means over its tokens
+        frame = frames[variant]
         means = {name: [float(values.mean()) for values in frame[name]] for name in COLUMNS}
         rows = frame.assign(tokens=frame["kld"].map(len), **means).to_dict("records")
         plain = [{key: None if x is pd.NA else without_nan(x) for key, x in row.items()} for row in rows]

@@ -24,7 +24,7 @@ from lmeval_prune.athena.checkpoint import SETTINGS
 from lmeval_prune.checkpoints import embedded
 from lmeval_prune.checkpoints.loading import read_manifest, removed_blocks
 from lmeval_prune.comparison.distance import summarize_texts
-from lmeval_prune.comparison.tokens import logits_of, other_distances
+from lmeval_prune.comparison.tokens import logits_of, pass_distances
 from lmeval_prune.distillation.host import NOTE, SCHEMA, VERSION, Host, TrainingExamples, read_note
 from lmeval_prune.distillation.losses import LayerMap
 from lmeval_prune.distillation.options import FIRST, PREVIOUS, DistillOptions
@@ -190,7 +190,8 @@ def _run_stage(
     if process.is_main_process:
         if texts := host.compared_texts(examples):  # distance of the student's answers from the unpruned model's
             dense, cut_model = (model.to(process.device) for model in (host.read(options.pretrained), student.eval()))
-            training["distance"] = summarize_texts(other_distances(logits_of(dense), logits_of(cut_model), texts))
+            distances = pass_distances(logits_of(dense), {"": logits_of(cut_model)}, texts)
+            training["distance"] = summarize_texts(distances[""])
             del dense
         student, unpruned = student.cpu(), LayerMap.of(cuts[-number:])
         head_share, channel_share = options.removal().shares(number)

@@ -32,7 +32,7 @@ from lmeval_prune.grid.task_identity import TaskIdentity, identify
 from lmeval_prune.models.arguments import ROUTER_ARGUMENTS, Arguments
 from lmeval_prune.models.head_router import POLICIES
 from lmeval_prune.models.identity import SERVED_ANSWERING, Checkpoint, argument_identity, code_versions
-from lmeval_prune.models.servers import ServerOptions, without_server
+from lmeval_prune.models.servers import SERVER_ARGUMENTS, ServerOptions
 from lmeval_prune.tasks.loading import included_folder, task_manager
 
 SEEDS = ("random_seed", "numpy_random_seed", "torch_random_seed", "fewshot_random_seed")  # of `simple_evaluate`
@@ -88,7 +88,6 @@ class Cell:
         loaded = copy.deepcopy(self.loaded)  # which an evaluation changes
         return {
             **self.evaluation,
-            "gen_kwargs": self.evaluation["gen_kwargs"] or None,
             "limit": limit,
             "task_manager": SimpleNamespace(load=lambda _: loaded, task_index={}),
             **dict.fromkeys(SEEDS, self.variant.seed),
@@ -189,7 +188,9 @@ def cells_of(grid: Grid, models: Models | None = None) -> list[Cell]:
 def _cells(grid: Grid, variant: Variant, models: Models, tasks: dict[tuple[str, str], TaskIdentity]) -> Iterator[Cell]:
     """Yield a variant's cells; `models` and `tasks` are those that are known, by the arguments that load the model."""
     chat = bool(grid.apply_chat_template)
-    arguments = Arguments.of(without_server(variant.model_args))
+    given, computation = variant.model_args, dict[str, Any]()  # settings of the computation that can change answers
+    own = {name: x for name, x in given.items() if not (variant.served and name in SERVER_ARGUMENTS)}
+    arguments = Arguments.of(own)
     loading = arguments.loading
     loading_key = digest({name: str(value) for name, value in loading.items()})
     if loading_key not in models:
@@ -197,17 +198,30 @@ def _cells(grid: Grid, variant: Variant, models: Models, tasks: dict[tuple[str, 
         models[loading_key] = checkpoint, checkpoint.identity()
     checkpoint, model = models[loading_key]
     is_encoder_decoder = checkpoint.config.is_encoder_decoder
-    engine = str(variant.model_args.get("engine", "auto"))
+    engine = str(given.get("engine", "auto"))
     if variant.served:
-        engine = str(variant.model_args.get("server", ServerOptions.server))
-    elif engine == "auto":  # the fastest engine that generates the same texts
-        can_batch = all((x.tokenwise or x.by_sequence) and not x.needs_order for x in arguments.interventions)
-        can_batch = can_batch and not (is_encoder_decoder or arguments.others.get("mixed_precision_dtype"))
-        engine = "batched" if can_batch else "generate"
-    computation = _computation(variant, arguments, checkpoint, engine, grid.batch_size)
-    if not variant.served:
-        is_exact: Any = variant.model_args.get("deterministic", engine == "batched")
+        engine = str(given.get("server", ServerOptions.server))
+        computation |= {"server": engine} | ({"model": str(given["model"])} if "model" in given else {})
+        if "lora" in given:
+            computation["lora"] = read_lora(given["lora"])
+        elif "adapters" in given:
+            adapters, masks = read_adapters(str(given["adapters"])), arguments.interventions
+            heads = [str(head) for mask in masks for head in mask.heads_of(checkpoint.map)]  # type: ignore[attr-defined]
+            names = list(adapters) if arguments.router else [adapter_name(heads), *heads] if heads else []
+            computation["adapters"] = {name: adapters[name]["hash"] for name in names if name in adapters}
+    else:
+        if engine == "auto":  # the fastest engine that generates the same texts
+            can_batch = all((x.tokenwise or x.by_sequence) and not x.needs_order for x in arguments.interventions)
+            can_batch = can_batch and not (is_encoder_decoder or arguments.others.get("mixed_precision_dtype"))
+            engine = "batched" if can_batch else "generate"
+        if engine == "batched" and given.get("deterministic") is not None and not arguments.deterministic:
+            computation = {"deterministic": False}
+        if checkpoint.depends_on_batch:
+            computation |= {"engine": engine, "batch_size": str(grid.batch_size)}
+            computation |= {"rows": arguments.engine_rows} if engine == "batched" else {}
+        is_exact: Any = given.get("deterministic", engine == "batched")
         arguments = replace(arguments, engine=engine, deterministic=is_exact)  # type: ignore[arg-type]
+    computed = {"computation": computation} if computation else {}
     prepared: dict[str, Any] = {}
     preparation = None
     for name, settings in variant.prepare.items():
@@ -218,16 +232,16 @@ def _cells(grid: Grid, variant: Variant, models: Models, tasks: dict[tuple[str, 
     interventions: list[Any] = [intervention.identity(checkpoint.map) for intervention in arguments.interventions]
     if interventions:
         interventions.append(digest(checkpoint.map.signature()))
-    routed = {name: variant.model_args[name] for name in ROUTER_ARGUMENTS if name in variant.model_args}
+    routed = {name: given[name] for name in ROUTER_ARGUMENTS if name in given}
     identity = {
         "model": model,
         "interventions": interventions,
         "router": {name: argument_identity(name, value) for name, value in routed.items()},
         "preparation": prepared,
     }
-    selected = selected_questions(variant.model_args)
+    selected = selected_questions(given)
     template = checkpoint.chat_template(grid.apply_chat_template)
-    model_digest = digest([model, computation] if computation else model)
+    model_digest = digest([model, computed] if computed else model)
     answers = f"{Path(str(arguments.pretrained)).name}-{model_digest[:8]}"
     for grid_task in grid.tasks:
         if (loading_key, grid_task.name) not in tasks:
@@ -238,7 +252,7 @@ def _cells(grid: Grid, variant: Variant, models: Models, tasks: dict[tuple[str, 
         prompts = {"system": grid.system_instruction or "", "multiturn": chat}
         cell_identity = {
             **identity,
-            **computation,
+            **computed,
             "task": {"tasks": task.content, **prompts},
             "template": template,
             "drawn": random,
@@ -247,7 +261,7 @@ def _cells(grid: Grid, variant: Variant, models: Models, tasks: dict[tuple[str, 
         limit = grid_task.limit
         yield Cell(
             key=digest(cell_identity),
-            costs=digest({**identity, **computation} if variant.served else identity),  # a server's are unknown
+            costs=digest({**identity, **computed} if variant.served else identity),  # a server's are unknown
             variant=variant,
             task=grid_task,
             arguments=replace(arguments, router=copy.deepcopy(arguments.router)),  # which counts a run's questions
@@ -258,7 +272,7 @@ def _cells(grid: Grid, variant: Variant, models: Models, tasks: dict[tuple[str, 
                 "tasks": [grid_task.task],
                 "limit": limit if limit is None or limit < 1 else int(limit),
                 "num_fewshot": grid_task.num_fewshot,
-                "gen_kwargs": dict(grid_task.gen_kwargs),
+                "gen_kwargs": dict(grid_task.gen_kwargs) or None,
                 "system_instruction": grid.system_instruction,
                 "apply_chat_template": grid.apply_chat_template,
                 "fewshot_as_multiturn": chat,  # the default of lm-eval's command
@@ -285,27 +299,3 @@ def selected_questions(model_args: dict[str, Any]) -> set[str]:
             elif (router := folder / "router.json").is_file():
                 questions |= set(read_json(router).get("seen", ()))
     return questions
-
-
-def _computation(
-    variant: Variant, arguments: Arguments, checkpoint: Checkpoint, engine: str, batch_size: int | str
-) -> dict[str, Any]:
-    """Identify the settings of the computation that can change answers; of a server, its adapters if they are here."""
-    if variant.served:
-        given = variant.model_args
-        served: dict[str, Any] = {"server": engine} | ({"model": str(given["model"])} if "model" in given else {})
-        if "lora" in given:
-            served["lora"] = read_lora(given["lora"])
-        elif "adapters" in given:
-            adapters, masks = read_adapters(str(given["adapters"])), arguments.interventions
-            heads = [str(head) for mask in masks for head in mask.heads_of(checkpoint.map)]  # type: ignore[attr-defined]
-            names = list(adapters) if arguments.router else [adapter_name(heads), *heads] if heads else []
-            served["adapters"] = {name: adapters[name]["hash"] for name in names if name in adapters}
-        return {"computation": served}
-    computation: dict[str, Any] = {}
-    if engine == "batched" and variant.model_args.get("deterministic") is not None and not arguments.deterministic:
-        computation = {"deterministic": False}
-    if checkpoint.depends_on_batch:
-        computation |= {"engine": engine, "batch_size": str(batch_size)}
-        computation |= {"rows": arguments.engine_rows} if engine == "batched" else {}
-    return {"computation": computation} if computation else {}

@@ -34,13 +34,15 @@ def run(
     from lmeval_prune.grid.configuration import Grid
 
     parsed = Grid.read(grid)
-    from lmeval_prune.grid.ray_runner import RayRunner
+    from functools import partial
+
+    from lmeval_prune.grid.ray_runner import run_on_ray
     from lmeval_prune.grid.run import run as run_grid
 
     logging.basicConfig(format="%(message)s")
     logging.getLogger("lmeval_prune.grid").setLevel(logging.INFO)
-    job_runner = None if runner == "here" else RayRunner(ray_address, cpus, gpus, memory).run
-    summary = run_grid(parsed, output, job_runner, retry_failed)
+    on_ray = partial(run_on_ray, address=ray_address, cpus=cpus, gpus=gpus, memory=memory or 0)
+    summary = run_grid(parsed, output, on_ray if runner == "ray" else None, retry_failed)
     for variant, task, reason in summary.failed:
         print(f"failed: {variant} on {task}: {reason}")
     done = summary.cells - len(summary.failed)

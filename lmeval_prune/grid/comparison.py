@@ -38,12 +38,8 @@ def compare(path: str | Path, baseline: str | None = None, seed: int = 0) -> Com
     measured, notes = {}, []
     for (variant, task), entry in done.items():
         key = entry.get("distance", "")
-        if "no_distance" in entry:
-            notes.append(f"{variant}: its distance is not measured: {entry['no_distance']}")
-        if "distance_from" in entry:
-            notes.append(
-                f"{variant}: its distance is that of its checkpoint from the model of {entry['distance_from']}"
-            )
+        if entry.get("distance_note"):
+            notes.append(f"{variant}: its distance is {entry['distance_note']}")
         if key and folder.place("distance", key).exists():
             summary = summarize(folder.distances(key))
             measured[variant, task] = {k: v for k, v in summary.items() if k.removesuffix("_se") in DISTANCES}

@@ -177,15 +177,9 @@ def _variants(name: str, block: Any, shared: dict[str, Any]) -> Iterator[Variant
         if unknown := [str(key) for key in block if key not in valid_names]:
             hint = did_you_mean(unknown[0], valid_names) or "; neither pruned-hf nor pruned-server has this model_arg"
             raise InputError(f"unknown axis or setting {unknown[0]!r}{hint}")
-        axes = dict(_axes(block))
-        count = Counter(str(path[-1]) for path in axes)
-        labels = [str(path[-1]) if count[str(path[-1])] == 1 else "_".join(map(str, path)) for path in axes]
-        for values in itertools.product(*axes.values()):
-            settings = block
-            for path, value in zip(axes, values, strict=True):
-                settings = _with_value(settings, path, value)
-            texts = [value if isinstance(value, str) else json.dumps(value) for value in values]
-            text_of = dict(zip(labels, texts, strict=True))
+        for texts, settings in _expanded(block):
+            count = Counter(path[-1] for path in texts)
+            text_of = {path[-1] if count[path[-1]] == 1 else "_".join(path): text for path, text in texts.items()}
             further = [f"{label}={text}" for label, text in text_of.items() if f"{{{label}}}" not in name]
             full_name = " ".join([re.sub(r"\{(\w+)\}", lambda match: text_of[match[1]], name), *further])  # noqa: B023
             arguments = {key: value for key, value in settings.items() if value is not None}
@@ -203,17 +197,16 @@ def _variants(name: str, block: Any, shared: dict[str, Any]) -> Iterator[Variant
         raise InputError(f"variant {name!r}: {error}") from None
 
 
-def _axes(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], list[Any]]]:
-    if not isinstance(value, dict):
-        return
-    if "each" not in value:
-        for key, inner in value.items():
-            yield from _axes(inner, (*path, key))
-    elif len(value) > 1 or not isinstance(value["each"], list) or not value["each"]:
-        raise InputError(f"`each:` at {'.'.join(map(str, path))} must be the only key, with a list of values")
+def _expanded(settings: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[dict[tuple[str, ...], str], Any]]:
+    """Yield for each combination of values those of each axis as text, by its path, and the settings with them."""
+    if not isinstance(settings, dict):
+        yield {}, settings
+    elif "each" not in settings:
+        inner = [list(_expanded(value, (*path, str(key)))) for key, value in settings.items()]
+        for chosen in itertools.product(*inner):
+            texts = {axis: text for own, _ in chosen for axis, text in own.items()}
+            yield texts, dict(zip(settings, (value for _, value in chosen), strict=True))
+    elif len(settings) > 1 or not isinstance(settings["each"], list) or not settings["each"]:
+        raise InputError(f"`each:` at {'.'.join(path)} must be the only key, with a list of values")
     else:
-        yield path, value["each"]
-
-
-def _with_value(settings: Any, path: tuple[Any, ...], value: Any) -> Any:
-    return value if not path else {**settings, path[0]: _with_value(settings[path[0]], path[1:], value)}
+        yield from (({path: x if isinstance(x, str) else json.dumps(x)}, x) for x in settings["each"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from pkgutil import resolve_name
@@ -25,50 +25,53 @@ from lmeval_prune.tasks.loading import included_folder, including
 ENVIRONMENT = ("LMEVAL_PRUNE_DATA", "LMEVAL_PRUNE_CACHE", "HF_HOME", "HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE")
 
 
-@dataclass(frozen=True)
-class RayRunner:
-    """Runs jobs as Ray tasks; every node must see the grid's folder under the same path."""
+def run_on_ray(
+    path: Path,
+    jobs: Sequence[Job],
+    grid: Grid,
+    address: Any = None,
+    cpus: float = 1,
+    gpus: float = 0,
+    memory: float = 0,
+) -> Iterator[Made]:
+    """Run jobs of a grid as Ray tasks; every node must see the grid's folder, `path`, under the same path.
 
-    address: str | None = None  # of the cluster; default `RAY_ADDRESS`, else a local cluster is started
-    cpus: float = 1  # of a job, as `gpus` and `memory` in bytes
-    gpus: float = 0
-    memory: float | None = None
+    `address` is that of the cluster (default `RAY_ADDRESS`, else a local cluster is started); `cpus`, `gpus` and
+    `memory` (in bytes) are those of a job.
+    """
+    import ray
 
-    def run(self, path: Path, jobs: Sequence[Job], grid: Grid) -> Iterator[Made]:
-        """Run jobs of a grid in parallel; `path` is its folder."""
-        import ray
-
-        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-        ray.init(self.address, log_to_driver=False, logging_level=logging.WARNING, ignore_reinit_error=True)
-        for name, request in (("CPU", self.cpus), ("GPU", self.gpus), ("memory", self.memory or 0)):
-            if not any(node["Alive"] and node["Resources"].get(name, 0) >= request for node in ray.nodes()):
-                raise InputError(f"no node of the Ray cluster has the {request:g} {name} of a job")  # Ray would wait
-        resources: dict[str, Any] = {"num_cpus": self.cpus, "num_gpus": self.gpus, "memory": self.memory}
-        task: Any = ray.remote(**resources, max_retries=5)(_in_worker)  # again if its node dies; answers are stored
-        environment = {name: os.environ[name] for name in ENVIRONMENT if name in os.environ}
-        settings = path, TARGETS.get("process"), str(Path.cwd()), environment, included_folder()
-        pending = {}
-        for job in jobs:  # a worker reads the part of the grid that has the job's cells, and finds them by their keys
-            cells = [cell for item in job for cell in (item.cell, item.origin) if cell]
-            variants = tuple({cell.variant.name: cell.variant for cell in cells}.values())
-            tasks = tuple({cell.task.name: cell.task for cell in cells}.values())
-            part = replace(grid, variants=variants, tasks=tasks, baseline=None)
-            named = [(x.kind, x.key, x.cell.key, x.origin and x.origin.key, x.documents) for x in job]
-            pending[task.remote(part, named, settings)] = job
-        while pending:
-            (ready,), _ = ray.wait(list(pending), num_returns=1)
-            job = pending.pop(ready)
-            try:
-                made: dict[str, str] = ray.get(ready)
-                yield from ((item, made[item.name]) for item in job if item.name in made)
-            except DiskError as error:
-                raise DiskError(str(getattr(error, "cause", error))) from None
-            except Exception as error:  # Ray gave up: the worker died repeatedly, or never saw the folder
-                folder, reason = GridFolder(path), first_line(getattr(error, "cause", None) or error)
-                for item in job:
-                    if not folder.place(item.kind, item.key).exists():
-                        folder.record_failure(item.name, f"lost by Ray: {reason}", str(error))
-                        yield item, reason
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    ray.init(address, log_to_driver=False, logging_level=logging.WARNING, ignore_reinit_error=True)
+    for name, request in (("CPU", cpus), ("GPU", gpus), ("memory", memory)):
+        if not any(node["Alive"] and node["Resources"].get(name, 0) >= request for node in ray.nodes()):
+            raise InputError(f"no node of the Ray cluster has the {request:g} {name} of a job")  # Ray would wait
+    resources: dict[str, Any] = {"num_cpus": cpus, "num_gpus": gpus, "memory": memory or None}
+    task: Any = ray.remote(**resources, max_retries=5)(_in_worker)  # again if its node dies; answers are stored
+    environment = {name: os.environ[name] for name in ENVIRONMENT if name in os.environ}
+    settings = path, TARGETS.get("process"), str(Path.cwd()), environment, included_folder()
+    pending = {}
+    for job in jobs:  # a worker reads the part of the grid that has the job's cells, and finds them by their keys
+        cells = [cell for item in job for cell in (item.cell, item.origin) if cell]
+        variants = tuple({cell.variant.name: cell.variant for cell in cells}.values())
+        tasks = tuple({cell.task.name: cell.task for cell in cells}.values())
+        part = replace(grid, variants=variants, tasks=tasks, baseline=None)
+        named = [(x.kind, x.key, x.cell.key, x.origin and x.origin.key, x.documents) for x in job]
+        pending[task.remote(part, named, settings)] = job
+    while pending:
+        (ready,), _ = ray.wait(list(pending), num_returns=1)
+        job = pending.pop(ready)
+        try:
+            made: dict[str, str] = ray.get(ready)
+            yield from ((item, made[item.name]) for item in job if item.name in made)
+        except DiskError as error:
+            raise DiskError(str(getattr(error, "cause", error))) from None
+        except Exception as error:  # Ray gave up: the worker died repeatedly, or never saw the folder
+            folder, reason = GridFolder(path), first_line(getattr(error, "cause", None) or error)
+            for item in job:
+                if not folder.place(item.kind, item.key).exists():
+                    folder.record_failure(item.name, f"lost by Ray: {reason}", str(error))
+                    yield item, reason
 
 
 _worker = cache(Worker)

@@ -35,14 +35,14 @@ class Summary(NamedTuple):
 def run(grid: Grid, output: str, runner: Runner | None = None, retry_failed: bool = False) -> Summary:
     """Evaluate the cells of a grid that are not done; `output` is its folder; default runner: in this process."""
     folder, cells = GridFolder(output), cells_of(grid)
-    distances = _plan_distances(grid, cells) if grid.distance else {}
-    entries = [cell.entry(cell.model_args(folder.prepared)) | distances.get(cell.key, ({}, None))[0] for cell in cells]
+    fields, distances = _plan_distances(grid, cells) if grid.distance else ({}, [])
+    entries = [cell.entry(cell.model_args(folder.prepared)) | fields.get(cell.key, {}) for cell in cells]
     folder.create(grid.title, grid.baseline, entries)
     items = [Item("evaluate", cell.key, cell) for cell in cells]
     preparations = [Item("prepare", cell.prepared, cell) for cell in cells if cell.prepared]
     if grid.measure:
         items += {cell.costs: Item("measure", cell.costs, cell) for cell in cells if cell.measurable}.values()
-    items += [item for _, item in distances.values() if item]
+    items += distances
     if retry_failed:
         for item in (*items, *preparations):
             folder.clear_failure(item.name)
@@ -107,28 +107,28 @@ def _jobs(grid: Grid, folder: GridFolder, items: Sequence[Item]) -> list[Job]:
     ]
 
 
-def _plan_distances(grid: Grid, cells: Sequence[Cell]) -> dict[str, tuple[dict[str, str], Item | None]]:
-    """Return the fields of `grid.json` on distances, and the item that measures them, by cell.
+def _plan_distances(grid: Grid, cells: Sequence[Cell]) -> tuple[dict[str, dict[str, str]], list[Item]]:
+    """Return the fields of `grid.json` on distances, by cell, and the items that measure them.
 
     A variant with interventions or a preparation is measured from its model without them; another checkpoint from the
     model of the baseline's cell, which itself has no distance.
     """
     baseline = grid.baseline or grid.variants[0].name
     bases = {cell.task.name: cell for cell in cells if cell.variant.name == baseline}
-    planned: dict[str, tuple[dict[str, str], Item | None]] = {}
+    fields: dict[str, dict[str, str]] = {}
+    items = []
     for cell in cells:
-        base, is_routed = bases[cell.task.name], "router" in cell.variant.model_args
+        base, is_routed, key = bases[cell.task.name], "router" in cell.variant.model_args, ""
         origin = None if cell.identity["interventions"] or cell.prepared or is_routed else base
         if origin and cell.identity["model"] == origin.identity["model"]:
             continue
         if cell.variant.served or (origin and origin.variant.served):
-            reason = "a server gives no probabilities of the whole vocabulary; measure the model by pruned-hf"
-            planned[cell.key] = {"no_distance": reason}, None
+            note = "not measured: a server gives no probabilities of all tokens; measure the model by pruned-hf"
         elif is_routed:
-            reason = "a router answers under several masks; `lmeval-prune distance --heads` measures each"
-            planned[cell.key] = {"no_distance": reason}, None
+            note = "not measured: a router answers under several masks; `lmeval-prune distance --heads` measures each"
         else:
+            note = f"that of its checkpoint from the model of {baseline}" if origin else ""
             key = f"{grid.distance}-{cell.key}-{digest((origin or cell).identity['model'])[:12]}"
-            entry = {"distance": key} | ({"distance_from": baseline} if origin else {})
-            planned[cell.key] = entry, Item("distance", key, cell, origin, grid.distance)
-    return planned
+            items.append(Item("distance", key, cell, origin, grid.distance))
+        fields[cell.key] = {"distance": key, "distance_note": note}
+    return fields, items

@@ -24,7 +24,7 @@ from torch.utils import collect_env
 from lmeval_prune.architectures import cache_argument
 from lmeval_prune.artefacts import file_lock, file_name, new_folder, write_artefact, write_table
 from lmeval_prune.comparison.distance import COLUMNS
-from lmeval_prune.comparison.variants import RecordingLM, check_tokenizers, record_requests
+from lmeval_prune.comparison.variants import check_tokenizers, record_requests
 from lmeval_prune.comparison.variants import measure as measure_distances
 from lmeval_prune.errors import InputError, disk_error, first_line
 from lmeval_prune.grid.cells import Cell, Item, Job, Made, versions
@@ -32,9 +32,10 @@ from lmeval_prune.grid.folder import CELL, MEASURE, VERSION, GridFolder
 from lmeval_prune.interventions import HeadMask, combined
 from lmeval_prune.models.arguments import Arguments
 from lmeval_prune.models.identity import Checkpoint
+from lmeval_prune.models.pruned_hf import PrunedHFLM
 from lmeval_prune.models.pruned_server import PrunedServerLM
 from lmeval_prune.models.servers import RECORD, SERVER_OPTIONS
-from lmeval_prune.profiling.costs import flops_of, parameters
+from lmeval_prune.profiling.costs import flops_of
 from lmeval_prune.profiling.speed import decoding_rates
 
 logger = logging.getLogger(__name__)
@@ -54,7 +55,7 @@ brought. She laughed, wound the clock, and set it by the bell of the church, whi
 PREFILL, DECODED, REPEATS = 192, 32, 5
 
 
-class VariantLM(RecordingLM):
+class VariantLM(PrunedHFLM):
     """A loaded model whose arguments are changed from variant to variant."""
 
     # Masks of the job's variants: the first task's requests are answered with each of them, in one run of the engine.
@@ -278,9 +279,9 @@ class Worker:
                 variants[item.key] = arguments.interventions
             else:
                 others[item.key] = partial(_load_beside, item.cell, arguments, loading)
-        distances = measure_distances(lm, requests, variants, others)
+        frames = measure_distances(lm, requests, variants, others)
         for item in items:
-            table = pa.Table.from_pandas(distances.frame(item.key), preserve_index=False)
+            table = pa.Table.from_pandas(frames[item.key], preserve_index=False)
             for name in COLUMNS:
                 column = table[name].cast(pa.list_(pa.float32()))
                 table = table.set_column(table.schema.get_field_index(name), name, column)
@@ -311,18 +312,13 @@ def measure(lm: Any) -> dict[str, Any]:
     """Measure a loaded causal `PrunedHFLM` with its interventions, on one fixed text.
 
     Returns:
-        `parameters`, `parameters_without_embeddings`; `flops_per_token` of the prefill (torch's counter);
-        `prefill_tokens_per_second`, `decode_tokens_per_second` at batch 1 (the median of `REPEATS` runs) and their
-        `ranges` (slowest, fastest); `weights_bytes`, `cache_bytes_per_token` after the text; on a GPU `peak_bytes`;
-        `text_tokens`, `device`, `threads`.
+        `parameters`; `flops_per_token` of the prefill (torch's counter); `prefill_tokens_per_second`,
+        `decode_tokens_per_second` at batch 1 (the median of `REPEATS` runs) and their `ranges` (slowest, fastest);
+        `weights_bytes`, `cache_bytes_per_token` after the text; `device`, `threads`.
     """
-    model, on_gpu = lm.model, lm.device.type == "cuda"
+    model, weights = lm.model, list(lm.model.parameters())
     ids = torch.tensor([lm.tok_encode(TEXT)[:PREFILL]], device=lm.device)
-    length = ids.shape[1]
-    total, without_embeddings = parameters(model)
     flops = flops_of(lambda: model(ids, use_cache=False))
-    if on_gpu:
-        torch.cuda.reset_peak_memory_stats(lm.device)
     with torch.no_grad():
         (cache,) = cache_argument(model(ids, use_cache=True)).values()
     layers = [getattr(layer, "sequences", None) or layer for layer in getattr(cache, "layers", None) or []]
@@ -330,15 +326,12 @@ def measure(lm: Any) -> dict[str, Any]:
     _, *runs = [decoding_rates(model, ids, DECODED) for _ in range(1 + REPEATS)]  # the first warms up
     speeds = {f"{name}_tokens_per_second": [run[name] for run in runs] for name in ("prefill", "decode")}
     return {
-        "parameters": total,
-        "parameters_without_embeddings": without_embeddings,
-        "flops_per_token": flops / length,
+        "parameters": sum(weight.numel() for weight in weights),
+        "flops_per_token": flops / ids.shape[1],
         **{name: median(rates) for name, rates in speeds.items()},
         "ranges": {name: [min(rates), max(rates)] for name, rates in speeds.items()},
-        "weights_bytes": sum(weight.nbytes for weight in model.parameters()),
-        "cache_bytes_per_token": sum(x.nbytes for x in kept if isinstance(x, torch.Tensor)) / length,
-        **({"peak_bytes": torch.cuda.max_memory_allocated(lm.device)} if on_gpu else {}),
-        "text_tokens": length,
-        "device": torch.cuda.get_device_name(lm.device) if on_gpu else "cpu",
+        "weights_bytes": sum(weight.nbytes for weight in weights),
+        "cache_bytes_per_token": sum(x.nbytes for x in kept if isinstance(x, torch.Tensor)) / ids.shape[1],
+        "device": torch.cuda.get_device_name(lm.device) if lm.device.type == "cuda" else "cpu",
         "threads": torch.get_num_threads(),
     }

@@ -20,21 +20,19 @@ from __future__ import annotations
 import itertools
 import json
 import logging
-import math
 import os
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from hashlib import blake2b
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 from weakref import finalize
 
-from annotated_types import Ge, Interval, Len, Lt
+from annotated_types import Len, Lt
 from filelock import Timeout
-from typing_extensions import TypedDict
 
 from lmeval_prune.artefacts import (
     NONFINITE_REMEDY,
@@ -64,16 +62,6 @@ MIN_REPORTED_SHARE = 0.1  # of answers that were cut off: their accuracy measure
 # ---------------------------------------------------------------------- lengths of answers
 
 
-class Lengths(TypedDict):
-    """Summary of the lengths of answers, as stored."""
-
-    answers: Annotated[int, Ge(0)]
-    unknown: Annotated[int, Ge(0)]  # answers of unknown length
-    cut_off: Annotated[float, Interval(ge=0, le=1)] | None  # share of the answers of known length
-    mean_tokens: Annotated[float, Interval(ge=0, lt=math.inf)] | None
-    max_gen_toks: int | None
-
-
 class Ending(NamedTuple):
     """Length of an answer, and how it ended."""
 
@@ -82,7 +70,7 @@ class Ending(NamedTuple):
 
 
 def summarize_lengths(endings: Iterable[Ending | None], limit: int | None) -> dict[str, Any]:
-    """Return `Lengths` of answers under one limit of tokens."""
+    """Return the number of answers, that of `unknown` length, and of the others the share cut off and mean length."""
     endings = list(endings)
     known = [ending for ending in endings if ending is not None]
     return {
@@ -320,7 +308,7 @@ def answer_requests(
     keys: list[str] = []
     new_columns: dict[str, dict[str, Any]] = {}  # of answers that are not stored, by key
     outdated = 0
-    prompts: dict[int, str] = {}  # digests by request: its repeats are the same object
+    prompt_digest = cache(digest)  # repeats of a request have the same
     for request, repeat in zip(requests, repeats, strict=True):
         parts, head = key_parts(request, repeat)
         versions = parts.pop("versions")
@@ -329,10 +317,8 @@ def answer_requests(
         keys.append(key)
         if key in store.responses or key in new_columns:
             continue
-        if id(request) not in prompts:
-            prompts[id(request)] = digest(request.args[0])
         new_columns[key] = {"request": request_digest, "versions": versions, "kind": kind, "task": request.task_name}
-        new_columns[key] |= {"prompt": prompts[id(request)], "head": head}
+        new_columns[key] |= {"prompt": prompt_digest(request.args[0]), "head": head}
         outdated += store.versions.get(request_digest, versions) != versions
     if outdated:
         logger.warning("%d stored answers were made by other versions of the code; they are not used", outdated)

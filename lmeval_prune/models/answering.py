@@ -89,17 +89,21 @@ class PrunedLM(AnsweringLM):
     seed: Any  # of sampled answers
     max_gen_toks: Any
     router: HeadRouter | None = None
-    lengths: dict[str, Any]  # `Lengths` of the texts that were generated last, by task
+    masks: dict[str, HeadMask | None]  # by the attempt's name
+    lengths: dict[str, Any]  # of the texts that were generated last, by task; see `summarize_lengths`
     store_rank: Any = 0  # number of this process in an answer store; see `AnswerStore`
     group_size: Any = 1  # requests that are sampled from one stream of random numbers
 
     def begin_answering(self) -> None:
         """Fit the router and open the store; `InputError` if answers cannot be routed or stored."""
-        self.router, self.lengths = self.arguments.router, {}
+        self.router, self.lengths, self.masks = self.arguments.router, {}, {DENSE: None}
         if self.router:
             self.router.fit_to(self.model_map, self.weights, self.intervention_identities())
-            for mask in self.router.masks.values():
-                self.intervention_identities(mask)  # raises if it and the model's interventions do not fit together
+            for name in self.router.pool:
+                if name != DENSE:
+                    mask = HeadMask(heads=name, allow_empty_layer=bool(self.arguments.allow_empty_layer))
+                    self.masks[name] = mask.fit_to(self.model_map)
+                    self.intervention_identities(mask)  # raises if it does not fit together with the model's own
         if self.arguments.responses:
             digest(self.identity)  # raises if the model has no identity
             self.store = self.store or AnswerStore(self.arguments.responses, self.store_rank)
@@ -124,8 +128,7 @@ class PrunedLM(AnsweringLM):
 
     def answer(self, kind: str, requests: list[Any], disable_tqdm: bool) -> list[Any]:
         self.check_requests(kind, requests)
-        router, masks = self.router, {DENSE: None} if self.router is None else self.router.masks
-        if router:
+        if router := self.router:
             if kind != "generate_until":
                 raise InputError("router= is for generative tasks only; leave out tasks that score given texts")
             router.prepare(requests, self)
@@ -140,7 +143,7 @@ class PrunedLM(AnsweringLM):
             indices, repeats = range(len(requests)), repeat_indices(requests)
             responses = self.compute(PendingRequests(kind, add, requests, indices, repeats), disable_tqdm)
         else:
-            parts = self.key_parts(kind, masks)
+            parts = self.key_parts(kind, self.masks)
             responses, keys = answer_requests(
                 self.store,
                 requests,

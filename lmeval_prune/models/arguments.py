@@ -24,7 +24,7 @@ class Arguments(Settings):
     Attributes:
         pretrained: the model, as for `hf`.
         engine: `generate` for lm-eval's `hf`, `batched` for this package's decoding engine, which gives the same texts
-            and log-likelihoods faster, or `auto`, which chooses for each request that generates (see `EngineHFLM`).
+            and log-likelihoods faster, or `auto`, which chooses for each request that generates (see `PrunedHFLM`).
             Default: `auto`, with a router `batched`.
         engine_rows: number of answers that the engine decodes at once; default: as many as fit in memory.
         deterministic: recompute near-ties alone, so that no answer depends on the other rows of its batch (except
@@ -81,11 +81,11 @@ class Arguments(Settings):
             )
         arguments = cls(**package_arguments, others=others)
         methods |= {"mask": arguments.mask} if arguments.mask else {}
-        interventions = [parse_intervention(name, value, arguments.allowances) for name, value in methods.items()]
+        allowances = {name: own for name in ALLOWANCES if (own := getattr(arguments, name)) is not None}
+        interventions = [parse_intervention(name, value, allowances) for name, value in methods.items()]
         router = arguments.router
-        if router is not None:
-            router = router if isinstance(router, HeadRouter) else resolve_name(TARGETS["router"])(arguments)
-            router.allowances = arguments.allowances
+        if isinstance(router, str):
+            router = resolve_name(TARGETS["router"])(arguments)
         return replace(arguments, interventions=combined(interventions), router=router)
 
     def __post_init__(self) -> None:
@@ -108,10 +108,6 @@ class Arguments(Settings):
     def description(self) -> dict[str, Any]:
         """Return the description of an unknown model family: arguments of `map_model`."""
         return {name: getattr(self, name) for name in FAMILY_DESCRIPTION}
-
-    @property
-    def allowances(self) -> dict[str, bool]:
-        return {name: getattr(self, name) for name in ALLOWANCES if getattr(self, name) is not None}
 
     @property
     def loading(self) -> dict[str, Any]:

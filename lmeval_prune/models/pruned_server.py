@@ -260,7 +260,7 @@ class PrunedServerLM(PrunedLM, LocalCompletionsAPI):
     @property
     def record_key(self) -> Any:
         """Return what stored answers depend on of the served model: others have a record of their own."""
-        return [self.kind.name, self.dtype, self.base, self.served.identity if self.kind.adapter_list else None]
+        return [self.kind.name, self.dtype, self.base, self.identity.get("served")]
 
     # ------------------------------------------------------------------ variants and identity
 
@@ -271,8 +271,7 @@ class PrunedServerLM(PrunedLM, LocalCompletionsAPI):
         """Return the variant that prunes the heads of an attempt and of the model_args, or has a LoRA adapter."""
         if self.lora:
             return ServedVariant(next(iter(self.lora)))
-        routed = self.router.masks[attempt] if self.router else None
-        masks: Any = combined([*self.applied(), *([routed] if routed else [])])
+        masks: Any = combined([*self.applied(), *filter(None, [self.masks[attempt]])])
         heads = [str(head) for mask in masks for head in mask.heads_of(self.model_map)]
         return ServedVariant(adapter_name(heads), tuple(heads)) if heads else UNPRUNED
 
@@ -299,7 +298,7 @@ class PrunedServerLM(PrunedLM, LocalCompletionsAPI):
             server=self.kind.name + ("-chat" if self.chat else ""),
             checkpoint=self.base,
             # models of one file name in several folders can be several trainings
-            served=self.served.identity if self.kind.adapter_list else None,
+            served=f"{self.served.name}: {self.served.root}" if self.kind.adapter_list else None,
         )
 
     @property

@@ -134,7 +134,7 @@ class _Resumable(AnsweringLM):
                 pending.add(key, response, is_answer=is_text and response is not None)
 
             asked = list(map(with_seed, pending.requests, pending.repeats))
-            own = PendingRequests(kind, add, asked, pending.keys, pending.repeats)
+            own = replace(pending, add=add, requests=asked)
             grouped = [index for index, request in enumerate(asked) if is_grouped(request)]
             reports = isinstance(self, HFLM | TemplateAPI) and kind != "loglikelihood_rolling"  # each batch
             group_size = len(asked) if self.world_size > 1 else self.store_every  # ranks synchronise

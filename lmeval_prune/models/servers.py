@@ -87,12 +87,6 @@ SERVER_ARGUMENTS = {
 }
 
 
-def without_server(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the model_args that describe a model, without those that describe the server of a served model."""
-    is_served = "base_url" in arguments
-    return {name: value for name, value in arguments.items() if not is_served or name not in SERVER_ARGUMENTS}
-
-
 # ---------------------------------------------------------------------- kinds
 
 
@@ -117,10 +111,6 @@ class ServedModel:
     root: str | None = None  # path it was loaded from; llama.cpp: name of its file, with its parameters and bytes
     max_length: int | None = field(default=None, compare=False)  # tokens of prompt and answer together
     adapter_ids: dict[str, int] = field(default_factory=dict)  # adapter → its number (llama.cpp)
-
-    @property
-    def identity(self) -> str:
-        return f"{self.name}: {self.root}"
 
 
 class ServerKind:

@@ -22,7 +22,6 @@ class Routing(HeadRouter):
     """Applies the policy of the model arguments to requests: try i of a question prunes the i-th head of its order."""
 
     def __init__(self, arguments: Arguments) -> None:
-        super().__init__()
         self.allow_other_model = bool(arguments.allow_other_model)
         self.source = str(arguments.router)
         self._random_pool, self._seed = arguments.router_pool, arguments.router_seed
@@ -58,7 +57,7 @@ class Routing(HeadRouter):
         self.question_field = arguments.question_field or question_field(tasks) or "question"
 
     def fit_to(self, model_map: ModelMap, weights: str | None, interventions: list[Any]) -> None:
-        """Check that the router or its outcomes were made for this model; see the base class."""
+        """Check that the router or its outcomes were made for this model."""
         if self.model and not self.allow_other_model:
             subject = f"router={self.source} was made for"
             fix = "fit one for this model, or give allow_other_model=true if it fits"
@@ -76,7 +75,6 @@ class Routing(HeadRouter):
             heads = Head.parse([name for name in names if name != DENSE], model_map) if {*names} != {DENSE} else ()
             pool = attempt_order([*map(str, heads), *([DENSE] if DENSE in names else [])])
             self.policy = random_order(pool, self._seed)
-        super().fit_to(model_map, weights, interventions)
 
     @property
     def pool(self) -> Sequence[str]:

@@ -25,7 +25,7 @@ from lmeval_prune.architectures import Head, ModelMap
 from lmeval_prune.artefacts import digest
 from lmeval_prune.errors import InputError
 from lmeval_prune.models import generation
-from lmeval_prune.models.head_router import DENSE, FixedOrderRouter, attempt_order
+from lmeval_prune.models.head_router import DENSE, HeadRouter, attempt_order
 from lmeval_prune.models.pruned_hf import PrunedHFLM
 from lmeval_prune.models.pruned_server import PrunedServerLM
 from lmeval_prune.sprint.options import DEFAULT_LAYERS, SweepOptions
@@ -37,16 +37,24 @@ from lmeval_prune.tasks.splits import scored_splits, split_names, unnamed_exempl
 logger = logging.getLogger(__name__)
 
 
-class SweepPool(FixedOrderRouter):
-    """The unpruned model, and heads that are pruned one at a time."""
+class SweepPool(HeadRouter):
+    """The unpruned model, and heads that are pruned one at a time: attempt i of each question has entry i."""
+
+    needs_weights = False
+    pool: Sequence[str] = ()
 
     def __init__(self, heads: str) -> None:
-        super().__init__()
         self.heads = heads
 
     def fit_to(self, model_map: ModelMap, weights: str | None, interventions: list[Any]) -> None:
         self.pool = attempt_order([DENSE, *map(str, Head.parse(self.heads, model_map))])
-        super().fit_to(model_map, weights, interventions)
+
+    def order(self, request: Any) -> Sequence[str]:
+        return self.pool
+
+    @property
+    def info(self) -> dict[str, Any]:
+        return {"source": "in turn", "pool": list(self.pool)}
 
 
 class SweptTask(ConfigurableTask):

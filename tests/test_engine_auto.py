@@ -14,7 +14,7 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 from lmeval_prune import InputError
 from lmeval_prune.architectures import FAMILIES
 from lmeval_prune.decoding import Engine
-from lmeval_prune.models import pruned_hf
+from lmeval_prune.models import hf
 from lmeval_prune.models.answer_store import read_answers
 from lmeval_prune.models.arguments import Arguments
 from lmeval_prune.models.pruned_hf import PrunedHFLM
@@ -41,7 +41,7 @@ BY_HF: list[dict[str, Any]] = [
 
 @pytest.fixture(autouse=True)
 def few_requests_are_enough(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pruned_hf, "AUTO_MIN_REQUESTS", 1)
+    monkeypatch.setattr(hf, "AUTO_MIN_REQUESTS", 1)
 
 
 def mixed() -> list[Instance]:
@@ -192,7 +192,7 @@ def test_hf_answers_where_memory_is_too_small(
     requests = [compat.request("generate_until", (text, dict(setting)), "t", i) for i, text in enumerate(PROMPTS)]
     tokenizer = AutoTokenizer.from_pretrained(tiny_folder)
     slot = (max(len(tokenizer.encode(text)) for text in PROMPTS) + 10) * 2 * 2 * 8 * 2 * 8
-    monkeypatch.setattr(pruned_hf, "available_memory", lambda _: int(slots * slot))
+    monkeypatch.setattr(hf, "available_memory", lambda _: int(slots * slot))
     lm, texts = run(tiny_folder, requests, batch_size=size)
     assert texts == run(tiny_folder, requests, batch_size=1, engine="generate")[1]
     assert lm.engine and lm.engine.statistics.answers == by_engine

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lmeval_prune import HeadMask, InputError, RowMasks
 from lmeval_prune.interventions import Plan, interventions_on
-from lmeval_prune.models import identity, pruned_hf
+from lmeval_prune.models import hf, identity
 from lmeval_prune.models.answer_store import AnswerStore
 from lmeval_prune.models.pruned_hf import PrunedHFLM
 from lmeval_prune.tasks import compat
@@ -73,7 +73,7 @@ def test_a_killed_sampled_run_ends_as_one_that_was_not(
     instances = [*requests("generate_until")[:2], *repeats(4)]
     instances += [request("generate_until", (PROMPTS[i], SAMPLED), i, 2, "other") for i in (0, 0, 2, 2)]
     add, detected = AnswerStore.add, 0
-    monkeypatch.setattr(pruned_hf, "AUTO_GROUP_SIZE", 3)
+    monkeypatch.setattr(hf, "AUTO_GROUP_SIZE", 3)
 
     def detect(*_: Any, **__: Any) -> int:
         nonlocal detected

@@ -88,6 +88,7 @@ class Cell:
         loaded = copy.deepcopy(self.loaded)  # which an evaluation changes
         return {
             **self.evaluation,
+            "gen_kwargs": self.evaluation["gen_kwargs"] or None,
             "limit": limit,
             "task_manager": SimpleNamespace(load=lambda _: loaded, task_index={}),
             **dict.fromkeys(SEEDS, self.variant.seed),
@@ -272,7 +273,7 @@ def _cells(grid: Grid, variant: Variant, models: Models, tasks: dict[tuple[str, 
                 "tasks": [grid_task.task],
                 "limit": limit if limit is None or limit < 1 else int(limit),
                 "num_fewshot": grid_task.num_fewshot,
-                "gen_kwargs": dict(grid_task.gen_kwargs) or None,
+                "gen_kwargs": dict(grid_task.gen_kwargs),
                 "system_instruction": grid.system_instruction,
                 "apply_chat_template": grid.apply_chat_template,
                 "fewshot_as_multiturn": chat,  # the default of lm-eval's command

@@ -24,7 +24,7 @@ class Arguments(Settings):
     Attributes:
         pretrained: the model, as for `hf`.
         engine: `generate` for lm-eval's `hf`, `batched` for this package's decoding engine, which gives the same texts
-            and log-likelihoods faster, or `auto`, which chooses for each request that generates (see `PrunedHFLM`).
+            and log-likelihoods faster, or `auto`, which chooses for each request that generates (see `EngineHFLM`).
             Default: `auto`, with a router `batched`.
         engine_rows: number of answers that the engine decodes at once; default: as many as fit in memory.
         deterministic: recompute near-ties alone, so that no answer depends on the other rows of its batch (except

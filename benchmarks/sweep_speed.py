@@ -469,10 +469,6 @@ def factors(work: Work, pairs: Pairs, repeats: int) -> dict[str, Any]:
         "2 off: each request by itself (no followers either)": lambda: work.by_engine(
             pairs, work.engine(Schedule(share=False))
         ),
-        "3 off: batches of 16 rows end as a whole": lambda: work.by_engine(
-            pairs, work.engine(Schedule(refill=False), max_rows=16)
-        ),
-        "3 on, 16 rows": lambda: work.by_engine(pairs, work.engine(max_rows=16)),
         "5 off: no common prefixes": lambda: work.by_engine(pairs, work.engine(Schedule(prefix=0))),
         "6 off: PyTorch's attention in each step": lambda: by_sdpa(work, pairs),
     }

@@ -136,21 +136,16 @@ def test_sliding_windows(family: str, changes: dict[str, Any]) -> None:
     seed=st.integers(0, 10**6),
     block=st.sampled_from([1, 2, 3, 16, None]),
     top=st.fixed_dictionaries({"max_rows": st.integers(1, 9), "deterministic": st.booleans()}),
-    schedule=st.fixed_dictionaries(
-        {
-            "share": st.booleans(),
-            "refill": st.booleans(),
-        }
-    ),
+    share=st.booleans(),
 )
 def test_any_options_and_order_give_what_generate_gives(
-    family: str, seed: int, block: int, top: dict[str, Any], schedule: dict[str, Any]
+    family: str, seed: int, block: int, top: dict[str, Any], share: bool
 ) -> None:
     model = model_of(family)
     requests = some_requests(model, seed, prompts=3, per_prompt=4)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("lmeval_prune.decoding.engine.BLOCK", block)
-        result = answers(Engine(model, Letters(), schedule=Schedule(**schedule), **top), requests)
+        result = answers(Engine(model, Letters(), schedule=Schedule(share), **top), requests)
     for request in requests:
         assert result[request.tag] == alone(model, request), request
 

@@ -175,7 +175,6 @@ def test_sliding_windows(window: tuple[str, dict[str, Any]], length: int, copied
     rows=st.integers(1, 9),
     schedule=st.fixed_dictionaries(
         {
-            "refill": st.booleans(),
             "prefix": st.integers(1, 6),
             "copied_prefix": st.sampled_from([0, 5, 100]),
         }

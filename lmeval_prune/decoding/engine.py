@@ -197,7 +197,7 @@ class Engine:
         with ExitStack() as stack:
             runner = ModelRunner(self.model_map, cache, masks, self.statistics, stack)
             sampler = Sampler(self.model, self.stopping)
-            scheduler = Scheduler(runner, deque(groups), sampler, schedule.refill, self.deterministic, leaders)
+            scheduler = Scheduler(runner, deque(groups), sampler, self.deterministic, leaders)
             for sequence in scheduler.answers():
                 yield sequence.request, sequence.answer
 
@@ -209,7 +209,6 @@ class Engine:
         rows = 1 if self.deterministic else min(FALLBACK_ROWS, self.max_rows or FALLBACK_ROWS)
         for request, answer in generate(self.model_map, requests, self.stopping, self.context, rows):
             self.statistics.answers += 1
-            self.statistics.answer_tokens += len(answer)
             yield request, answer
 
     # ------------------------------------------------------------------ limits of the model and the machine

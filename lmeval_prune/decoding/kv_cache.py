@@ -122,7 +122,8 @@ class Part:
     tokens: int  # number of queries in each slot
     end: int  # end of the tokens of the longest slot
     queries: slice | torch.Tensor  # indices in the pass, (rows · tokens,)
-    unrepeated: torch.Tensor | None = None  # indices of queries that are no repetitions, in rows · tokens; None: all
+    targets: slice | torch.Tensor  # those of `queries` that are no repetitions
+    unrepeated: slice | torch.Tensor  # where these are among the queries
 
 
 def neighbouring_parts(rows: Sequence[tuple[int, int, int]], block: int) -> list[Part]:
@@ -142,6 +143,8 @@ def neighbouring_parts(rows: Sequence[tuple[int, int, int]], block: int) -> list
             tokens=group[0][2],
             end=max(end for _, end, _ in group),
             queries=slice(*queries),
+            targets=slice(*queries),
+            unrepeated=slice(None),
         )
         for group, queries in zip(groups, pairwise(bounds), strict=True)
     ]
@@ -161,17 +164,26 @@ def padded_parts(rows: Sequence[tuple[int, int, int]], device: torch.device) -> 
         queries = starts[:, None] + torch.minimum(offsets, counts[:, None] - 1)
         unrepeated = (offsets < counts[:, None]).flatten().nonzero()[:, 0]
         slots, queries, unrepeated = (indices.to(device) for indices in (slots, queries.flatten(), unrepeated))
-        parts.append(Part(slots, len(group), tokens, int(ends.max()), queries, unrepeated))
+        parts.append(Part(slots, len(group), tokens, int(ends.max()), queries, queries[unrepeated], unrepeated))
     return parts
+
+
+@dataclass(frozen=True)
+class SlotCopy:
+    """A copy of one slot in one layer."""
+
+    keys: torch.Tensor  # (key-value heads, tokens, width)
+    values: torch.Tensor
+    positions: torch.Tensor | None = None  # in the text, (tokens,), if the layer stores only some tokens
+    states: dict[Hashable, Any] = field(default_factory=dict)  # by handler
 
 
 @dataclass(frozen=True, eq=False)
 class Prefix:
-    """Keys and values of the first tokens of several sequences under one mask; layers below it share tensors."""
+    """The first tokens of several sequences under one mask; layers below it are those of other masks."""
 
     length: int  # number of tokens
-    keys: Sequence[torch.Tensor]  # by layer, (key-value heads, length, width)
-    values: Sequence[torch.Tensor]
+    layers: Sequence[SlotCopy]
 
 
 @dataclass
@@ -213,7 +225,7 @@ class Layout:
     def prefix_parts(self, layer: int) -> list[tuple[Prefix, torch.Tensor]]:
         """Return the distinct prefixes in a layer, and the indices of the tokens after each."""
         first: dict[int, int] = {}
-        owners = tuple(first.setdefault(id(prefix.keys[layer]), i) for i, prefix in enumerate(self.prefixes))
+        owners = tuple(first.setdefault(id(prefix.layers[layer]), i) for i, prefix in enumerate(self.prefixes))
         if owners not in self._prefix_tokens:
             prefixes, tokens = list(self.prefixes), list(self.prefixes.values())
             self._prefix_tokens[owners] = [
@@ -221,16 +233,6 @@ class Layout:
                 for owner in first.values()
             ]
         return self._prefix_tokens[owners]
-
-
-@dataclass
-class SlotCopy:
-    """A copy of one slot in one layer."""
-
-    keys: torch.Tensor  # (key-value heads, tokens, width)
-    values: torch.Tensor
-    positions: torch.Tensor | None = None  # in the text, (tokens,), if the layer stores only some tokens
-    states: dict[Hashable, Any] = field(default_factory=dict)  # by handler
 
 
 class KVCache(Store):
@@ -303,7 +305,7 @@ class KVCache(Store):
             if options.window is not None:
                 hidden = torch.arange(prefix.length, device=q.device) <= layout.positions[tokens, None] - options.window
                 mask = additive_mask(hidden, q.dtype).repeat(q.shape[2] // len(tokens), 1)
-            k, v = prefix.keys[layer][None], prefix.values[layer][None]
+            k, v = prefix.layers[layer].keys[None], prefix.layers[layer].values[None]
             attended, sums = options.attend_with_lse(q, k, v, mask)
             out[tokens] = attended.reshape(len(query), len(tokens), -1).transpose(0, 1)
             lse[tokens] = sums.reshape(len(query), len(tokens)).T
@@ -320,8 +322,6 @@ class KVCache(Store):
         keys, values, (heads, tokens, width) = self.keys[layer], self.values[layer], query.shape
         is_compiled = query.device.type == "cpu" and query.dtype in _COMPILED and options.softcap is None
         is_compiled &= options.window is None or layout.stored_positions is None
-        if not layout.parts:
-            return query.new_zeros(0, heads, values.shape[-1]), query.new_zeros(0, heads)
         if is_compiled and all(part.tokens == 1 for part in layout.parts):
             from lmeval_prune.kernels.decode_attention import decode  # numba takes a while to import
 
@@ -331,9 +331,11 @@ class KVCache(Store):
 
         def by_token(x: torch.Tensor, part: Part) -> torch.Tensor:
             x = x.reshape(part.rows, heads, part.tokens, -1).transpose(1, 2)
-            return x.reshape(part.rows * part.tokens, heads, -1)
+            return x.reshape(part.rows * part.tokens, heads, -1)[part.unrepeated]
 
-        group, outputs = heads // keys.shape[1], list[Attention]()
+        group = heads // keys.shape[1]
+        joined = query.new_empty(tokens, heads, values.shape[-1])
+        sums = query.new_empty(tokens, heads, dtype=torch.promote_types(query.dtype, torch.float32))
         for part in layout.parts:
             # the query heads of a group become queries of their key-value head
             q = query[:, part.queries].reshape(-1, group, part.rows, part.tokens, width)
@@ -342,20 +344,11 @@ class KVCache(Store):
             mask = layout.mask(part, group, options.window, query.dtype)
             if with_lse:
                 out, lse = options.attend_with_lse(q, k, v, mask)
-                outputs.append((by_token(out, part), by_token(lse, part).squeeze(-1)))
+                sums[part.targets] = by_token(lse, part).squeeze(-1)
             else:
-                out = by_token(options.attend(q, k, v, mask), part)
-                outputs.append((out, out.new_empty(len(out), 0)))
-        if layout.parts[0].unrepeated is None:
-            if len(outputs) == 1:
-                return outputs[0]
-            attended, all_sums = zip(*outputs, strict=True)
-            return torch.cat(attended), torch.cat(all_sums)
-        joined = [column[0].new_empty(tokens, *column[0].shape[1:]) for column in zip(*outputs, strict=True)]
-        for part, columns in zip(layout.parts, outputs, strict=True):
-            for target, source in zip(joined, columns, strict=True):
-                target[cast(torch.Tensor, part.queries)[part.unrepeated]] = source[part.unrepeated]
-        return joined[0], joined[1]
+                out = options.attend(q, k, v, mask)
+            joined[part.targets] = by_token(out, part)
+        return joined, sums
 
     def _filtered_layout(
         self, layer: int, layout: Layout, stored_mask: torch.Tensor | None, query_mask: torch.Tensor
@@ -413,12 +406,10 @@ class KVCache(Store):
         for token, slot in enumerate(slots):
             if prefix := self.prefixes[slot]:
                 by_prefix[prefix].append(token)
-        positions, prefixes = index[1], {}
-        if by_prefix:
-            positions = positions.clone()
-            for prefix, tokens in by_prefix.items():
-                prefixes[prefix] = torch.tensor(tokens, device=device)
-                positions[prefixes[prefix]] += prefix.length
+        prefixes = {prefix: torch.tensor(tokens, device=device) for prefix, tokens in by_prefix.items()}
+        positions = index[1].clone()
+        for prefix, at in prefixes.items():
+            positions[at] += prefix.length
         return Layout(parts, index[0], index[1], positions, prefixes=prefixes)
 
     def state(self, call: AttentionCall, owner: Hashable, make: Callable[[], State]) -> State:
@@ -445,7 +436,7 @@ class KVCache(Store):
         self.prefixes[slot], self.copied[slot] = prefix, 0
         if prefix and is_copied:
             self.prefixes[slot], self.copied[slot] = None, prefix.length
-            self.restore(slot, [SlotCopy(*tensors) for tensors in zip(prefix.keys, prefix.values, strict=True)])
+            self.restore(slot, prefix.layers)
 
     def move(self, source: int, target: int, length: int) -> None:
         """Move a sequence of `length` tokens, without its prefix, to another slot."""

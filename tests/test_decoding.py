@@ -594,7 +594,6 @@ def test_near_ties_of_all_lines_are_those_of_each(dtype: torch.dtype, scale: flo
 @pytest.mark.parametrize(
     ("requests", "options"),
     [
-        ([Request((1,), None, SamplingParams(stop=("",)))], {}),
         ([Request((1,) * 128)], {}),
         ([Request((1,), HeadMask("L9H0"))], {}),
         ([Request((1,))], {"memory": 10}),
@@ -603,6 +602,11 @@ def test_near_ties_of_all_lines_are_those_of_each(dtype: torch.dtype, scale: flo
 def test_requests_without_an_answer_are_refused(requests: list[Request], options: dict[str, Any]) -> None:
     with pytest.raises(InputError):
         list(Engine(model_of("llama"), Letters(), **options).decode(requests))
+
+
+def test_an_empty_stop_string_is_refused() -> None:
+    with pytest.raises(InputError):
+        SamplingParams(stop=("",))
 
 
 def test_what_a_mask_allows_counts_for_it_alone_whatever_the_order() -> None:

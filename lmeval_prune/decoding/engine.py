@@ -102,8 +102,6 @@ class Engine:
         Yields:
             A request and the tokens of its answer, including the EOS token.
         """
-        for params in {request.params for request in requests}:
-            self.stopping.check(params)
         for prompt in {request.prompt for request in requests}:
             if len(prompt) >= self.context:
                 raise InputError(f"a prompt of {len(prompt)} tokens leaves no room in a context of {self.context}")

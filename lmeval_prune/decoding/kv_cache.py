@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, pairwise
+from itertools import accumulate, groupby, pairwise
 from typing import Any, cast
 
 import torch
@@ -128,26 +128,14 @@ class Part:
 
 def neighbouring_parts(rows: Sequence[tuple[int, int, int]], block: int) -> list[Part]:
     """Join rows (slot, end, number of queries), sorted by slot: neighbours with equal numbers, not across blocks."""
-    groups: list[list[tuple[int, int, int]]] = []
-    for slot, end, tokens in rows:
-        last = groups[-1][-1] if groups else None
-        if last and last[0] + 1 == slot and slot % block and last[2] == tokens:
-            groups[-1].append((slot, end, tokens))
-        else:
-            groups.append([(slot, end, tokens)])
-    bounds = accumulate((len(group) * group[0][2] for group in groups), initial=0)
-    return [
-        Part(
-            slots=slice(group[0][0], group[-1][0] + 1),
-            rows=len(group),
-            tokens=group[0][2],
-            end=max(end for _, end, _ in group),
-            queries=slice(*queries),
-            targets=slice(*queries),
-            unrepeated=slice(None),
-        )
-        for group, queries in zip(groups, pairwise(bounds), strict=True)
-    ]
+    parts, first = list[Part](), 0
+    for _, neighbours in groupby(enumerate(rows), lambda row: (row[1][0] - row[0], row[1][0] // block, row[1][2])):
+        slots, ends, counts = zip(*(row for _, row in neighbours), strict=True)
+        queries = slice(first, first + sum(counts))
+        span = slice(slots[0], slots[-1] + 1)
+        parts.append(Part(span, len(slots), counts[0], max(ends), queries, queries, unrepeated=slice(None)))
+        first = queries.stop
+    return parts
 
 
 def padded_parts(rows: Sequence[tuple[int, int, int]], device: torch.device) -> list[Part]:
@@ -198,7 +186,6 @@ class Layout:
     stored_positions: torch.Tensor | None = None
     prefixes: Mapping[Prefix, torch.Tensor] = field(default_factory=dict)  # and the indices of the tokens after them
     _masks: dict[Any, torch.Tensor] = field(default_factory=dict, init=False)
-    _prefix_tokens: dict[tuple[int, ...], list[tuple[Prefix, torch.Tensor]]] = field(default_factory=dict, init=False)
 
     def mask(self, part: Part, group: int, window: int | None, dtype: torch.dtype) -> torch.Tensor:
         """Return the additive attention mask of a part: 0 for visible keys, the lowest number for others.
@@ -221,18 +208,6 @@ class Layout:
                 mask = mask.repeat(1, group, 1)
             self._masks[key] = mask.unsqueeze(1)
         return self._masks[key]
-
-    def prefix_parts(self, layer: int) -> list[tuple[Prefix, torch.Tensor]]:
-        """Return the distinct prefixes in a layer, and the indices of the tokens after each."""
-        first: dict[int, int] = {}
-        owners = tuple(first.setdefault(id(prefix.layers[layer]), i) for i, prefix in enumerate(self.prefixes))
-        if owners not in self._prefix_tokens:
-            prefixes, tokens = list(self.prefixes), list(self.prefixes.values())
-            self._prefix_tokens[owners] = [
-                (prefixes[owner], torch.cat([t for t, other in zip(tokens, owners, strict=True) if other == owner]))
-                for owner in first.values()
-            ]
-        return self._prefix_tokens[owners]
 
 
 class KVCache(Store):
@@ -299,7 +274,11 @@ class KVCache(Store):
         slot_attention = self._over_slots(layer, options, layout, query, with_lse=True)
         out, lse = torch.zeros_like(slot_attention[0]), torch.full_like(slot_attention[1], -torch.inf)
         kv_heads = self.keys[layer].shape[1]
-        for prefix, tokens in layout.prefix_parts(layer):
+        owners: defaultdict[int, list[Prefix]] = defaultdict(list)  # several masks may have the same numbers in a layer
+        for prefix in layout.prefixes:
+            owners[id(prefix.layers[layer])].append(prefix)
+        for prefix, *others in owners.values():
+            tokens = torch.cat([layout.prefixes[owner] for owner in (prefix, *others)])
             q = query[:, tokens].reshape(1, kv_heads, -1, query.shape[-1])  # the heads of a group become queries
             mask = None
             if options.window is not None:

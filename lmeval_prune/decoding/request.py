@@ -49,6 +49,8 @@ class SamplingParams(Settings):
         super().__post_init__()
         if self.do_sample:
             parse_value("temperature", self.temperature, Divisor)
+        if "" in self.stop:
+            raise InputError("an empty stop string would end every answer at once", remedy="leave it out")
 
     @cached_property
     def takes_argmax(self) -> bool:
@@ -173,10 +175,6 @@ class Stopping:
         self._ends = ends
         self._windows: dict[tuple[str, ...], int] = {}  # tokens in which stop strings are looked for
         self.may_complete = lru_cache(maxsize=1 << 20)(self._may_complete)
-
-    def check(self, params: SamplingParams) -> None:
-        if "" in params.stop:
-            raise InputError("an empty stop string would end every answer at once", remedy="leave it out")
 
     def ends(self, params: SamplingParams) -> tuple[int, ...]:
         return self._ends if params.eos is None else params.eos

@@ -62,12 +62,11 @@ class Scheduler:
     def answers(self) -> Iterator[Sequence]:
         while self.waiting or self.ready or self.active:
             with torch.inference_mode():
-                if self._starts_requests():
-                    was_running = bool(self.active)
-                    while rows := self._next_rows():
-                        self._start(rows)
-                        if was_running:  # one pass with new prompts delays them
-                            break
+                is_running = bool(self.active)
+                while (rows := self._next_rows()) and (not is_running or self._is_worth_a_pass(rows)):
+                    self._start(rows)
+                    if is_running:  # one pass with new prompts delays them
+                        break
                 if not any(row.ended for row in self.active):
                     self._step()
                 ended = self._remove_ended()
@@ -75,11 +74,8 @@ class Scheduler:
 
     # ------------------------------------------------------------------ starting and ending
 
-    def _starts_requests(self) -> bool:
-        """Return whether to run prompts now: beside running rows, a small pass waits for requests that can join it."""
-        if not self.active:
-            return True
-        rows = self._next_rows()
+    def _is_worth_a_pass(self, rows: list[Sequence]) -> bool:
+        """Return whether to run prompts beside running rows: a small pass waits for requests that can join it."""
         tokens = sum(len(row.prompt) for row in rows)
         others_may_join = len(self.active) + len(rows) == self.capacity
         return tokens >= LEAST_PASS or len(rows) >= FREE_SHARE * self.capacity or not others_may_join

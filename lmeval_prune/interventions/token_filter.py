@@ -440,31 +440,24 @@ class FilteredCacheLayer(CacheLayerMixin):
         `key` and `value` are (rows, key-value heads, tokens, width), `valid` is (rows, tokens), false for padding.
         Updates `memory` and `totals`, (2,). Returns (rows, tokens), true for skipped tokens and padding.
         """
-        rule: Rule = self.owner.rule
+        rule, keep_skipped, absent = self.owner.rule, self.owner.keep_skipped_kv, None
         if valid.shape[1] == 1:
             self._reserve(1)
-            absent = kernels.decide_and_store(
-                key,
-                value,
-                valid,
-                memory,
-                rule,
-                store=(self.keys, self.values, self.positions, self.lengths, totals),
-                position=self.tokens,
-                keep_skipped=self.owner.keep_skipped_kv,
-            )
-        else:
+            store = self.keys, self.values, self.positions, self.lengths, totals
+            options = {"store": store, "position": self.tokens, "keep_skipped": keep_skipped}
+            absent = kernels.decide_and_store(key, value, valid, memory, rule, **options)
+        if absent is None:
             skipped = kernels.decide(key, value, valid, memory, rule)
             totals += torch.stack([valid.sum(), skipped.sum()])
             absent = skipped | ~valid
-            is_stored = valid if self.owner.keep_skipped_kv else ~absent
+            is_stored = valid if keep_skipped else ~absent
             rows, tokens = is_stored.nonzero(as_tuple=True)
             offsets = (is_stored.cumsum(1) - 1 + self.lengths[:, None])[rows, tokens]
             self.lengths = self.lengths + is_stored.sum(1, dtype=torch.int32)
             self.longest = 0
             self._reserve(int(self.lengths.max()))
-            self.keys[rows, :, offsets] = key[rows, :, tokens]
-            self.values[rows, :, offsets] = value[rows, :, tokens]
+            self.keys[rows, :, offsets] = key[rows, :, tokens].to(self.keys.dtype)
+            self.values[rows, :, offsets] = value[rows, :, tokens].to(self.values.dtype)
             self.positions[rows, offsets] = tokens + self.tokens
         self.tokens += valid.shape[1]
         return absent

@@ -12,7 +12,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -173,17 +172,14 @@ class Engine:
 
     def _decode(self, requests: Sequence[Request]) -> Generator[tuple[Request, list[int]]]:
         block = BLOCK if self.device.type == "cpu" else None  # on a GPU, launches cost more than reading unused keys
-        schedule = self.schedule
-        if not schedule.share or any(not intervention.tokenwise for intervention in interventions_on(self.model)):
-            schedule = replace(schedule, prefix=0)
-        for with_prefixes in (True, False):
+        schedule, layers = self.schedule, len(self.model_map.attention)
+        sizes = self._token_bytes // layers, self._input_bytes
+        can_share = schedule.share and all(intervention.tokenwise for intervention in interventions_on(self.model))
+        for least in (schedule.prefix if can_share else 0, 0):
             groups, masks = prompt_groups(requests, self.model_map, schedule.share, self.context)
             prefixes = 0
-            if with_prefixes and schedule.prefix:  # in at most half of the memory
-                layers = len(self.model_map.attention)
-                sizes = self._token_bytes // layers, self._input_bytes
-                least, longest_copy = schedule.prefix, schedule.copied_prefix
-                prefixes = share_prefixes(groups, layers, least, longest_copy, sizes, self._memory // 2)
+            if least:  # in at most half of the memory
+                prefixes = share_prefixes(groups, layers, least, schedule.copied_prefix, sizes, self._memory // 2)
             longest = max(group.longest for group in groups)
             try:
                 rows, leaders = self._capacity(longest, groups, prefixes)

@@ -274,18 +274,20 @@ class KVCache(Store):
         slot_attention = self._over_slots(layer, options, layout, query, with_lse=True)
         out, lse = torch.zeros_like(slot_attention[0]), torch.full_like(slot_attention[1], -torch.inf)
         kv_heads = self.keys[layer].shape[1]
-        owners: defaultdict[int, list[Prefix]] = defaultdict(list)  # several masks may have the same numbers in a layer
-        for prefix in layout.prefixes:
-            owners[id(prefix.layers[layer])].append(prefix)
-        for prefix, *others in owners.values():
-            tokens = torch.cat([layout.prefixes[owner] for owner in (prefix, *others)])
+        shared: dict[
+            int, tuple[SlotCopy, list[torch.Tensor]]
+        ] = {}  # several masks may have the same numbers in a layer
+        for prefix, indices in layout.prefixes.items():
+            copied = prefix.layers[layer]
+            shared.setdefault(id(copied), (copied, []))[1].append(indices)
+        for copied, parts in shared.values():
+            tokens, length = torch.cat(parts), copied.keys.shape[1]
             q = query[:, tokens].reshape(1, kv_heads, -1, query.shape[-1])  # the heads of a group become queries
             mask = None
             if options.window is not None:
-                hidden = torch.arange(prefix.length, device=q.device) <= layout.positions[tokens, None] - options.window
+                hidden = torch.arange(length, device=q.device) <= layout.positions[tokens, None] - options.window
                 mask = additive_mask(hidden, q.dtype).repeat(q.shape[2] // len(tokens), 1)
-            k, v = prefix.layers[layer].keys[None], prefix.layers[layer].values[None]
-            attended, sums = options.attend_with_lse(q, k, v, mask)
+            attended, sums = options.attend_with_lse(q, copied.keys[None], copied.values[None], mask)
             out[tokens] = attended.reshape(len(query), len(tokens), -1).transpose(0, 1)
             lse[tokens] = sums.reshape(len(query), len(tokens)).T
         return join_attention([slot_attention, (out, lse)])

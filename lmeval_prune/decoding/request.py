@@ -183,9 +183,9 @@ class Stopping:
         return len(tokens) >= params.max_new_tokens or self.stopped(tokens, params)
 
     def stopped(self, tokens: Sequence[int], params: SamplingParams) -> bool:
-        return tokens[-1] in self.ends(params) or self.has_stop_text(tokens, params.stop)
-
-    def has_stop_text(self, tokens: Sequence[int], stop: tuple[str, ...]) -> bool:
+        stop = params.stop
+        if tokens[-1] in self.ends(params):
+            return True
         if not stop or not self.may_complete(tokens[-1], stop):
             return False
         if stop not in self._windows:

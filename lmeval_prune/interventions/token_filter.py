@@ -501,14 +501,8 @@ class FilteredCacheLayer(CacheLayerMixin):
     def reset(self) -> None:
         self.memory, self.tokens, self.longest, self.is_initialized = None, 0, 0, False
 
-    def batch_repeat_interleave(self, repeats: int) -> None:
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         if self.memory:
-            self.batch_select_indices(torch.arange(len(self.lengths)).repeat_interleave(repeats))
-
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
-        if self.memory:
-            rows = indices.to(self.keys.device)
+            rows = beam_idx.to(self.keys.device)
             self.keys, self.values, self.positions = self.keys[rows], self.values[rows], self.positions[rows]
             self.lengths, self.memory = self.lengths[rows], self.memory.rows(rows)
-
-    reorder_cache: Any = batch_select_indices  # of the beams that continue

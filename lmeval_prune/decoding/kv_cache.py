@@ -226,7 +226,7 @@ class KVCache(Store):
         self.block = block
         self.prefixes: list[Prefix | None] = [None] * count  # tokens before those of each slot
         self.copied = [0] * count  # tokens of a prefix that was copied into each slot
-        self.layout: Layout | None = None  # of the running pass
+        self.layout: Any = None  # of the running pass
         self.keys: dict[int, torch.Tensor] = {}
         self.values: dict[int, torch.Tensor] = {}
         # Layers that store only some tokens: number of stored tokens by slot, and their text positions.
@@ -240,8 +240,6 @@ class KVCache(Store):
     def attend(self, call: AttentionCall) -> tuple[torch.Tensor, None]:
         """Store keys and values of new tokens, and compute their attention, (1, tokens, heads, width of values)."""
         options, layout = AttentionOptions.of(call), self.layout
-        if layout is None:
-            raise UnsupportedAttention("the model calls its attention outside of the engine's passes")
         layer, (query, key, value) = call.module.layer_idx, (x[0] for x in (call.query, call.key, call.value))
         if layer not in self.keys:
             self._allocate(layer, key, value)
@@ -274,9 +272,7 @@ class KVCache(Store):
         slot_attention = self._over_slots(layer, options, layout, query, with_lse=True)
         out, lse = torch.zeros_like(slot_attention[0]), torch.full_like(slot_attention[1], -torch.inf)
         kv_heads = self.keys[layer].shape[1]
-        shared: dict[
-            int, tuple[SlotCopy, list[torch.Tensor]]
-        ] = {}  # several masks may have the same numbers in a layer
+        shared: dict[int, tuple[SlotCopy, list[torch.Tensor]]] = {}  # several masks may share a layer's numbers
         for prefix, indices in layout.prefixes.items():
             copied = prefix.layers[layer]
             shared.setdefault(id(copied), (copied, []))[1].append(indices)

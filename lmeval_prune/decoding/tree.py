@@ -145,7 +145,7 @@ class TreeCache(Store):
     def __init__(self, tree: TokenTree) -> None:
         self.tree = tree
         self.size = len(tree.segments)
-        self.layout: TreeLayout | None = None  # of the running pass
+        self.layout: Any = None  # of the running pass
         self.stop = self.size  # the segments of the running pass are below this number
         self.stored: dict[int, dict[int, tuple[torch.Tensor, torch.Tensor]]] = {}  # by layer and slot
 
@@ -202,8 +202,6 @@ class TreeCache(Store):
     def attend(self, call: AttentionCall) -> tuple[torch.Tensor, None]:
         """Compute the attention of a packed batch, (1, tokens, heads, width of values); store what others need."""
         options, layout = AttentionOptions.of(call), self.layout
-        if layout is None:
-            raise UnsupportedAttention("the model calls its attention outside of the engine's passes")
         if call.stored_mask is not None or call.query_mask is not None:
             raise UnsupportedAttention("a method filters tokens of the texts, and log-likelihoods need all of them")
         query, key, value = (x[0] for x in (call.query, call.key, call.value))

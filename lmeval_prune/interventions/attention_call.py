@@ -131,9 +131,6 @@ class _Wire:
     wiring: _Wiring
     layer: AttentionLayer | None  # that the module belongs to
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> None:
-        return None
-
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()
 

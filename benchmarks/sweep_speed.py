@@ -36,11 +36,10 @@ from lm_eval.models.huggingface import HFLM
 
 from lmeval_prune.architectures import ModelMap, map_model
 from lmeval_prune.checkpoints import embedded
-from lmeval_prune.decoding import Engine, Schedule, kv_cache
+from lmeval_prune.decoding import Engine, LikelihoodRequest, Schedule, kv_cache
 from lmeval_prune.decoding.groups import common_prefixes
 from lmeval_prune.interventions import HeadMask
 from lmeval_prune.models import generation
-from lmeval_prune.models.generation import loglikelihoods
 from lmeval_prune.tasks import compat, data
 
 SWEEP = ["L5H0", "L5H4", "L10H1", "L10H6", "L15H2", "L15H7", "L20H3", "L25H5"]
@@ -263,10 +262,17 @@ def choices_by_hf(
 
 def choices_by_engine(lm: HFLM, engine: Engine, work: list[Instance], heads: Sequence[str | None]) -> list[Values]:
     """The engine, all masks in one run."""
-    masks = [HeadMask(head) if head else None for head in heads for _ in work]
-    repeated = [request for _ in heads for request in work]
-    values = loglikelihoods(lm, engine, "loglikelihood", repeated, lambda *_: None, masks, disable_tqdm=True)
-    return [values[i : i + len(work)] for i in range(0, len(values), len(work))]
+    windows = generation.token_windows(lm, "loglikelihood", work, disable_tqdm=True)
+    pairs = [(number, HeadMask(head) if head else None) for number, head in enumerate(heads)]
+    requests = [
+        LikelihoodRequest(*windows[id(request)][0], mask, (number, i))
+        for number, mask in pairs
+        for i, request in enumerate(work)
+    ]
+    scored = {
+        request.tag: (float(result.logprobs.sum()), result.is_greedy) for request, result in engine.score(requests)
+    }
+    return [[scored[number, i] for i in range(len(work))] for number in range(len(heads))]
 
 
 def largest_difference(values: list[Values], expected: list[Values]) -> float:
@@ -469,10 +475,6 @@ def factors(work: Work, pairs: Pairs, repeats: int) -> dict[str, Any]:
         "2 off: each request by itself (no followers either)": lambda: work.by_engine(
             pairs, work.engine(Schedule(share=False))
         ),
-        "3 off: batches of 16 rows end as a whole": lambda: work.by_engine(
-            pairs, work.engine(Schedule(refill=False), max_rows=16)
-        ),
-        "3 on, 16 rows": lambda: work.by_engine(pairs, work.engine(max_rows=16)),
         "5 off: no common prefixes": lambda: work.by_engine(pairs, work.engine(Schedule(prefix=0))),
         "6 off: PyTorch's attention in each step": lambda: by_sdpa(work, pairs),
     }

@@ -59,8 +59,8 @@ def unsupported_types(*tensors: torch.Tensor) -> str | None:
     return None
 
 
-def needs_gradients(*tensors: torch.Tensor | None) -> str | None:
-    needs = torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
+def needs_gradients(*tensors: torch.Tensor) -> str | None:
+    needs = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
     return "the kernel computes no gradients" if needs else None
 
 

@@ -66,8 +66,8 @@ def decide_and_store(
     store: tuple[torch.Tensor, ...],
     position: int,
     keep_skipped: bool,
-) -> torch.Tensor:
-    """Decide about one token per row, and store it unless it skips; one launch on a GPU.
+) -> torch.Tensor | None:
+    """Decide about one token per row, and store it unless it skips, in one launch on a GPU.
 
     Args:
         key, value: (rows, key-value heads, 1, width).
@@ -81,21 +81,12 @@ def decide_and_store(
         keep_skipped: store skipped tokens, too.
 
     Returns:
-        (rows, 1), true for skipped or padding.
+        (rows, 1), true for skipped or padding. None, without a change, if the kernel does not support this.
     """
-    keys, values, positions, lengths, totals = store
-    types = None if keys.dtype == key.dtype == value.dtype == values.dtype else "the store has another type"
-    if len(key) and use_kernel("decide and store", key, _too_large(key, value), types, needs_gradients(key, value)):
+    types = None if store[0].dtype == key.dtype == value.dtype == store[1].dtype else "the store has another type"
+    if use_kernel("decide and store", key, _too_large(key, value), types, needs_gradients(key, value)):
         return _launch(key, value, valid, memory, rule, store, position, keep_skipped)
-    skipped = decide(key, value, valid, memory, rule)
-    rows = (valid if keep_skipped else valid & ~skipped)[:, 0].nonzero()[:, 0]
-    offsets = lengths[rows].long()
-    keys[rows, :, offsets] = key[rows, :, 0].to(keys.dtype)
-    values[rows, :, offsets] = value[rows, :, 0].to(values.dtype)
-    positions[rows, offsets] = position
-    lengths[rows] += 1
-    totals += torch.stack([valid.sum(), skipped.sum()])
-    return skipped | ~valid
+    return None
 
 
 def _launch(

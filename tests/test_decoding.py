@@ -140,21 +140,16 @@ def test_sliding_windows(family: str, changes: dict[str, Any]) -> None:
     seed=st.integers(0, 10**6),
     block=st.sampled_from([1, 2, 3, 16, None]),
     top=st.fixed_dictionaries({"max_rows": st.integers(1, 9), "deterministic": st.booleans()}),
-    schedule=st.fixed_dictionaries(
-        {
-            "share": st.booleans(),
-            "refill": st.booleans(),
-        }
-    ),
+    share=st.booleans(),
 )
 def test_any_options_and_order_give_what_generate_gives(
-    family: str, seed: int, block: int, top: dict[str, Any], schedule: dict[str, Any]
+    family: str, seed: int, block: int, top: dict[str, Any], share: bool
 ) -> None:
     model = model_of(family)
     requests = some_requests(model, seed, prompts=3, per_prompt=4)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("lmeval_prune.decoding.engine.BLOCK", block)
-        check(Engine(model, Letters(), schedule=Schedule(**schedule), **top), requests, model)
+        check(Engine(model, Letters(), schedule=Schedule(share), **top), requests, model)
 
 
 def test_a_compiled_model_runs_eagerly() -> None:
@@ -598,7 +593,6 @@ def test_near_ties_of_all_lines_are_those_of_each(dtype: torch.dtype, scale: flo
 @pytest.mark.parametrize(
     ("requests", "options"),
     [
-        ([Request((1,), None, SamplingParams(stop=("",)))], {}),
         ([Request((1,) * 128)], {}),
         ([Request((1,), HeadMask("L9H0"))], {}),
         ([Request((1,))], {"memory": 10}),
@@ -607,6 +601,11 @@ def test_near_ties_of_all_lines_are_those_of_each(dtype: torch.dtype, scale: flo
 def test_requests_without_an_answer_are_refused(requests: list[Request], options: dict[str, Any]) -> None:
     with pytest.raises(InputError):
         list(Engine(model_of("llama"), Letters(), **options).decode(requests))
+
+
+def test_an_empty_stop_string_is_refused() -> None:
+    with pytest.raises(InputError):
+        SamplingParams(stop=("",))
 
 
 def test_what_a_mask_allows_counts_for_it_alone_whatever_the_order() -> None:

@@ -22,19 +22,10 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def write_group(folder: Path, limit: int | str, used: int, cached: int) -> None:
-    """Write the files of version 2."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "memory.max").write_text(f"{limit}\n")
     (folder / "memory.current").write_text(f"{used}\n")
     (folder / "memory.stat").write_text(f"anon {used - cached}\nfile {cached}\ninactive_file {cached}\nsock 0\n")
-
-
-def write_group_1(folder: Path, limit: int | str, used: int, cached: int) -> None:
-    """Write the files of version 1, whose fields without `total` leave out nested groups."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "memory.limit_in_bytes").write_text(f"{2**63 - 4096 if limit == 'max' else limit}\n")
-    (folder / "memory.usage_in_bytes").write_text(f"{used}\n")
-    (folder / "memory.stat").write_text(f"cache {cached}\ninactive_file 5\ntotal_inactive_file {cached}\n")
 
 
 def free(tmp_path: Path, *lines: str) -> int:
@@ -43,25 +34,22 @@ def free(tmp_path: Path, *lines: str) -> int:
     return memory.free_memory(tmp_path / "mount", membership)
 
 
-@pytest.mark.parametrize("version", [1, 2])
 @pytest.mark.parametrize("seed", range(20))
-def test_the_smallest_of_the_machine_and_all_groups_up_to_the_root(tmp_path: Path, seed: int, version: int) -> None:
+def test_the_smallest_of_the_machine_and_all_groups_up_to_the_root(tmp_path: Path, seed: int) -> None:
     """Groups with and without a limit, also those of other processes, which do not count."""
     rng = random.Random(seed)
-    root, write = (tmp_path / "mount", write_group) if version == 2 else (tmp_path / "mount" / "memory", write_group_1)
+    root = tmp_path / "mount"
     names = ["a.slice", "b.slice", "c.scope"][: rng.randint(1, 3)]
     expected = [MACHINE]
     for depth in range(len(names) + 1):
         used = rng.randrange(1 << 33, 1 << 37)
         cached = rng.randrange(used)
         limit = rng.choice(["max", used + rng.randrange(1 << 37)])
-        write(root.joinpath(*names[:depth]), limit, used, cached)
-        write(root.joinpath(*names[:depth], "other"), 1, 1, 0)
+        write_group(root.joinpath(*names[:depth]), limit, used, cached)
+        write_group(root.joinpath(*names[:depth], "other"), 1, 1, 0)
         if isinstance(limit, int):
             expected.append(limit - (used - cached))
-    path = "/".join(names)
-    lines = (f"0::/{path}",) if version == 2 else ("9:name=systemd:/x", f"4:hugetlb,memory:/{path}", "3:cpu:/y", "0::/")
-    assert free(tmp_path, *lines) == min(expected)
+    assert free(tmp_path, "9:name=systemd:/x", f"0::/{'/'.join(names)}") == min(expected)
 
 
 def test_a_container_that_sees_its_own_group_as_the_root(tmp_path: Path) -> None:

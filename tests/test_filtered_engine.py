@@ -75,18 +75,18 @@ def test_every_family_gives_what_generate_gives(family: str, changes: dict[str, 
         }
     ),
     rows=st.integers(1, 9),
-    switches=st.fixed_dictionaries({"share": st.booleans(), "refill": st.booleans()}),
+    share=st.booleans(),
     deterministic=st.booleans(),
 )
 def test_any_options_and_order_give_what_generate_gives(
-    seed: int, block: int, rule: dict[str, Any], rows: int, switches: dict[str, Any], deterministic: bool
+    seed: int, block: int, rule: dict[str, Any], rows: int, share: bool, deterministic: bool
 ) -> None:
     """Answers, and what was skipped by layer, shared prompts counted for each."""
     model = model_of("llama")
     requests = plain(some_requests(model, seed, prompts=3, per_prompt=4))
     with pytest.MonkeyPatch.context() as patch, TokenFilter(**rule).applied_to(model):
         patch.setattr("lmeval_prune.decoding.engine.BLOCK", block)
-        engine = Engine(model, schedule=Schedule(**switches), max_rows=rows, deterministic=deterministic)
+        engine = Engine(model, schedule=Schedule(share), max_rows=rows, deterministic=deterministic)
         result, done = answers(engine, requests), counts(model)
         assert result == {request.tag: alone(model, request) for request in requests}
         assert {label: now - done[label] for label, now in counts(model).items()} == done

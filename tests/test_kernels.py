@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import product
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,10 +16,11 @@ import torch
 pytest.importorskip("triton", reason='kernels need triton (pip install -e ".[kernels]")')
 
 from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer
 
 from lmeval_prune import map_model
 from lmeval_prune.interventions import interventions_on
-from lmeval_prune.interventions.token_filter import TokenFilter
+from lmeval_prune.interventions.token_filter import FilteredCacheLayer, TokenFilter
 from lmeval_prune.kernels import decode_attention_triton as attention
 from lmeval_prune.kernels import dispatch
 from lmeval_prune.kernels import token_filter as ops
@@ -285,26 +287,21 @@ def test_tokens_that_stay_are_stored_in_the_same_launch(keep_skipped: bool) -> N
     key, value, valid = text()
     skipped = literal(key, value, valid, RULES["kv"], False)
     stays = valid if keep_skipped else valid & ~skipped
-    for way in ("triton", "torch"):
-        memory = fresh(key, value)
-        store = empty_store()
-        for t in range(key.shape[2]):
-            token = key[:, :, t : t + 1], value[:, :, t : t + 1], valid[:, t : t + 1]
-            with pytest.MonkeyPatch.context() as patch:
-                if way == "torch":
-                    patch.setattr(ops, "use_kernel", lambda *_: False)
-                absent = ops.decide_and_store(
-                    *token, memory, RULES["kv"], store=store, position=t + 100, keep_skipped=keep_skipped
-                )
-            assert absent[:, 0].tolist() == (skipped | ~valid)[:, t].tolist()
-        keys, values, positions, lengths, totals = store
-        assert lengths.tolist() == stays.sum(1).tolist()
-        assert totals.tolist() == [int(valid.sum()), int(skipped.sum())]
-        for row in range(3):
-            at = stays[row].nonzero()[:, 0]
-            torch.testing.assert_close(keys[row, :, : len(at)], key[row, :, at])
-            torch.testing.assert_close(values[row, :, : len(at)], value[row, :, at])
-            assert positions[row, : len(at)].tolist() == (at + 100).tolist()
+    memory, store = fresh(key, value), empty_store()
+    for t in range(key.shape[2]):
+        token = key[:, :, t : t + 1], value[:, :, t : t + 1], valid[:, t : t + 1]
+        absent = ops.decide_and_store(
+            *token, memory, RULES["kv"], store=store, position=t + 100, keep_skipped=keep_skipped
+        )
+        assert absent is not None and absent[:, 0].tolist() == (skipped | ~valid)[:, t].tolist()
+    keys, values, positions, lengths, totals = store
+    assert lengths.tolist() == stays.sum(1).tolist()
+    assert totals.tolist() == [int(valid.sum()), int(skipped.sum())]
+    for row in range(3):
+        at = stays[row].nonzero()[:, 0]
+        torch.testing.assert_close(keys[row, :, : len(at)], key[row, :, at])
+        torch.testing.assert_close(values[row, :, : len(at)], value[row, :, at])
+        assert positions[row, : len(at)].tolist() == (at + 100).tolist()
 
 
 # ---------------------------------------------------------------------- which way is taken
@@ -359,10 +356,10 @@ def test_storage_of_more_than_2_31_numbers(dimension: str) -> None:
 def test_gradients_go_into_the_storage() -> None:
     key, value, valid = text(tokens=1)
     valid[:] = True
-    store = empty_store()
-    memory, options = fresh(key, value), {"store": store, "position": 0, "keep_skipped": False}
-    ops.decide_and_store(key.requires_grad_(), value, valid, memory, RULES["kv"], **options)
-    store[0].sum().backward()
+    cache = FilteredCacheLayer(DynamicLayer(), SimpleNamespace(rule=RULES["kv"], keep_skipped_kv=False))
+    memory, totals = cache.begin(key, value), torch.zeros(2, dtype=torch.long, device=DEVICE)
+    cache.store(key.requires_grad_(), value, valid, memory, totals)
+    cache.keys.sum().backward()
     assert key.grad is not None and key.grad.eq(1).all()
 
 

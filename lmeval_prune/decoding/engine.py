@@ -12,7 +12,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -102,8 +101,6 @@ class Engine:
         Yields:
             A request and the tokens of its answer, including the EOS token.
         """
-        for params in {request.params for request in requests}:
-            self.stopping.check(params)
         for prompt in {request.prompt for request in requests}:
             if len(prompt) >= self.context:
                 raise InputError(f"a prompt of {len(prompt)} tokens leaves no room in a context of {self.context}")
@@ -175,17 +172,14 @@ class Engine:
 
     def _decode(self, requests: Sequence[Request]) -> Generator[tuple[Request, list[int]]]:
         block = BLOCK if self.device.type == "cpu" else None  # on a GPU, launches cost more than reading unused keys
-        schedule = self.schedule
-        if not schedule.share or any(not intervention.tokenwise for intervention in interventions_on(self.model)):
-            schedule = replace(schedule, prefix=0)
-        for with_prefixes in (True, False):
+        schedule, layers = self.schedule, len(self.model_map.attention)
+        sizes = self._token_bytes // layers, self._input_bytes
+        can_share = schedule.share and all(intervention.tokenwise for intervention in interventions_on(self.model))
+        for least in (schedule.prefix if can_share else 0, 0):
             groups, masks = prompt_groups(requests, self.model_map, schedule.share, self.context)
             prefixes = 0
-            if with_prefixes and schedule.prefix:  # in at most half of the memory
-                layers = len(self.model_map.attention)
-                sizes = self._token_bytes // layers, self._input_bytes
-                least, longest_copy = schedule.prefix, schedule.copied_prefix
-                prefixes = share_prefixes(groups, layers, least, longest_copy, sizes, self._memory // 2)
+            if least:  # in at most half of the memory
+                prefixes = share_prefixes(groups, layers, least, schedule.copied_prefix, sizes, self._memory // 2)
             longest = max(group.longest for group in groups)
             try:
                 rows, leaders = self._capacity(longest, groups, prefixes)
@@ -197,7 +191,7 @@ class Engine:
         with ExitStack() as stack:
             runner = ModelRunner(self.model_map, cache, masks, self.statistics, stack)
             sampler = Sampler(self.model, self.stopping)
-            scheduler = Scheduler(runner, deque(groups), sampler, schedule.refill, self.deterministic, leaders)
+            scheduler = Scheduler(runner, deque(groups), sampler, self.deterministic, leaders)
             for sequence in scheduler.answers():
                 yield sequence.request, sequence.answer
 
@@ -209,7 +203,6 @@ class Engine:
         rows = 1 if self.deterministic else min(FALLBACK_ROWS, self.max_rows or FALLBACK_ROWS)
         for request, answer in generate(self.model_map, requests, self.stopping, self.context, rows):
             self.statistics.answers += 1
-            self.statistics.answer_tokens += len(answer)
             yield request, answer
 
     # ------------------------------------------------------------------ limits of the model and the machine

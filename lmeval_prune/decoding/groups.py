@@ -31,10 +31,13 @@ class Sequence:
     group: PromptGroup = field(init=False)
     prompt: tuple[int, ...] = ()  # tokens of the prompt after the group's prefix
     slot: int = -1  # slot in the cache
-    cached: int = 0  # number of tokens of prompt and answer in the slot
     answer: list[int] = field(default_factory=list)  # the last token is not in the cache yet
     ended: bool = False
-    end_tokens: tuple[int, ...] = ()  # set when the sequence starts
+
+    @property
+    def cached(self) -> int:
+        """The number of tokens of prompt and answer in the slot."""
+        return len(self.prompt) + len(self.answer) - 1
 
 
 @dataclass(eq=False)
@@ -117,8 +120,7 @@ class SharedPrefix:
         if mask not in self._by_mask:
             first, base = self.first_layers[mask], next(iter(self._by_mask.values()))
             if first < runner.layers:
-                masked = self._run(runner, mask, first)
-                base = Prefix(masked.length, (*base.keys[:first], *masked.keys), (*base.values[:first], *masked.values))
+                base = Prefix(base.length, [*base.layers[:first], *self._run(runner, mask, first).layers])
             self._by_mask[mask] = base
         if len(self._by_mask) == len(self.first_layers):
             self._inputs.clear()
@@ -136,7 +138,7 @@ class SharedPrefix:
                 pieces.append(runner.forward([chunk], start, hidden)[1][0])
         self._inputs |= {layer: torch.cat([piece[layer] for piece in pieces]) for layer in keep}
         layers = range(start, runner.layers)
-        return Prefix(length, *([storage[layer][0] for layer in layers] for storage in (cache.keys, cache.values)))
+        return Prefix(length, [SlotCopy(cache.keys[layer][0], cache.values[layer][0]) for layer in layers])
 
     def answered(self) -> None:
         """Count an answered request; free the memory after the last."""
@@ -224,7 +226,7 @@ def share_prefixes(
     """Assign common prefixes to the groups whose prompts begin with them, those that save most first.
 
     Args:
-        groups: prompt groups, changed in place.
+        groups: with distinct prompts; changed in place.
         layers: number of the model's layers.
         least: smallest number of tokens that a prefix saves.
         longest_copy: largest number of tokens of a prefix that is copied into slots.
@@ -234,16 +236,14 @@ def share_prefixes(
     Returns:
         The bytes of all prefixes.
     """
-    by_prompt: dict[Prompt, list[Sequence]] = {}
-    for group in groups:
-        by_prompt.setdefault(group.leader.request.prompt, []).extend(group.sequences)
+    by_prompt = {group.leader.request.prompt: group for group in groups}
     masks = {
-        prompt: [(sequence.mask, sequence.first_layer) for sequence in sequences]
-        for prompt, sequences in by_prompt.items()
+        prompt: [(sequence.mask, sequence.first_layer) for sequence in group.sequences]
+        for prompt, group in by_prompt.items()
     }
     used = {True: 0, False: 0}  # by whether prefixes are copied
     for common in sorted(common_prefixes(masks, layers, least), key=lambda prefix: -prefix.saved):
-        sequences = [sequence for prompt in common.prompts for sequence in by_prompt[prompt]]
+        sequences = [sequence for prompt in common.prompts for sequence in by_prompt[prompt].sequences]
         first_layers = {sequence.mask: sequence.first_layer for sequence in sequences}
         is_copied = len(common.tokens) <= longest_copy
         prefix = SharedPrefix(common.tokens, first_layers, len(sequences), is_copied)

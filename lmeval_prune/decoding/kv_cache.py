@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, pairwise
+from itertools import accumulate, groupby, pairwise
 from typing import Any, cast
 
 import torch
@@ -122,29 +122,20 @@ class Part:
     tokens: int  # number of queries in each slot
     end: int  # end of the tokens of the longest slot
     queries: slice | torch.Tensor  # indices in the pass, (rows · tokens,)
-    unrepeated: torch.Tensor | None = None  # indices of queries that are no repetitions, in rows · tokens; None: all
+    targets: slice | torch.Tensor  # those of `queries` that are no repetitions
+    unrepeated: slice | torch.Tensor  # where these are among the queries
 
 
 def neighbouring_parts(rows: Sequence[tuple[int, int, int]], block: int) -> list[Part]:
     """Join rows (slot, end, number of queries), sorted by slot: neighbours with equal numbers, not across blocks."""
-    groups: list[list[tuple[int, int, int]]] = []
-    for slot, end, tokens in rows:
-        last = groups[-1][-1] if groups else None
-        if last and last[0] + 1 == slot and slot % block and last[2] == tokens:
-            groups[-1].append((slot, end, tokens))
-        else:
-            groups.append([(slot, end, tokens)])
-    bounds = accumulate((len(group) * group[0][2] for group in groups), initial=0)
-    return [
-        Part(
-            slots=slice(group[0][0], group[-1][0] + 1),
-            rows=len(group),
-            tokens=group[0][2],
-            end=max(end for _, end, _ in group),
-            queries=slice(*queries),
-        )
-        for group, queries in zip(groups, pairwise(bounds), strict=True)
-    ]
+    parts, first = list[Part](), 0
+    for _, neighbours in groupby(enumerate(rows), lambda row: (row[1][0] - row[0], row[1][0] // block, row[1][2])):
+        slots, ends, counts = zip(*(row for _, row in neighbours), strict=True)
+        queries = slice(first, first + sum(counts))
+        span = slice(slots[0], slots[-1] + 1)
+        parts.append(Part(span, len(slots), counts[0], max(ends), queries, queries, unrepeated=slice(None)))
+        first = queries.stop
+    return parts
 
 
 def padded_parts(rows: Sequence[tuple[int, int, int]], device: torch.device) -> list[Part]:
@@ -161,17 +152,26 @@ def padded_parts(rows: Sequence[tuple[int, int, int]], device: torch.device) -> 
         queries = starts[:, None] + torch.minimum(offsets, counts[:, None] - 1)
         unrepeated = (offsets < counts[:, None]).flatten().nonzero()[:, 0]
         slots, queries, unrepeated = (indices.to(device) for indices in (slots, queries.flatten(), unrepeated))
-        parts.append(Part(slots, len(group), tokens, int(ends.max()), queries, unrepeated))
+        parts.append(Part(slots, len(group), tokens, int(ends.max()), queries, queries[unrepeated], unrepeated))
     return parts
+
+
+@dataclass(frozen=True)
+class SlotCopy:
+    """A copy of one slot in one layer."""
+
+    keys: torch.Tensor  # (key-value heads, tokens, width)
+    values: torch.Tensor
+    positions: torch.Tensor | None = None  # in the text, (tokens,), if the layer stores only some tokens
+    states: dict[Hashable, Any] = field(default_factory=dict)  # by handler
 
 
 @dataclass(frozen=True, eq=False)
 class Prefix:
-    """Keys and values of the first tokens of several sequences under one mask; layers below it share tensors."""
+    """The first tokens of several sequences under one mask; layers below it are those of other masks."""
 
     length: int  # number of tokens
-    keys: Sequence[torch.Tensor]  # by layer, (key-value heads, length, width)
-    values: Sequence[torch.Tensor]
+    layers: Sequence[SlotCopy]
 
 
 @dataclass
@@ -186,7 +186,6 @@ class Layout:
     stored_positions: torch.Tensor | None = None
     prefixes: Mapping[Prefix, torch.Tensor] = field(default_factory=dict)  # and the indices of the tokens after them
     _masks: dict[Any, torch.Tensor] = field(default_factory=dict, init=False)
-    _prefix_tokens: dict[tuple[int, ...], list[tuple[Prefix, torch.Tensor]]] = field(default_factory=dict, init=False)
 
     def mask(self, part: Part, group: int, window: int | None, dtype: torch.dtype) -> torch.Tensor:
         """Return the additive attention mask of a part: 0 for visible keys, the lowest number for others.
@@ -210,28 +209,6 @@ class Layout:
             self._masks[key] = mask.unsqueeze(1)
         return self._masks[key]
 
-    def prefix_parts(self, layer: int) -> list[tuple[Prefix, torch.Tensor]]:
-        """Return the distinct prefixes in a layer, and the indices of the tokens after each."""
-        first: dict[int, int] = {}
-        owners = tuple(first.setdefault(id(prefix.keys[layer]), i) for i, prefix in enumerate(self.prefixes))
-        if owners not in self._prefix_tokens:
-            prefixes, tokens = list(self.prefixes), list(self.prefixes.values())
-            self._prefix_tokens[owners] = [
-                (prefixes[owner], torch.cat([t for t, other in zip(tokens, owners, strict=True) if other == owner]))
-                for owner in first.values()
-            ]
-        return self._prefix_tokens[owners]
-
-
-@dataclass
-class SlotCopy:
-    """A copy of one slot in one layer."""
-
-    keys: torch.Tensor  # (key-value heads, tokens, width)
-    values: torch.Tensor
-    positions: torch.Tensor | None = None  # in the text, (tokens,), if the layer stores only some tokens
-    states: dict[Hashable, Any] = field(default_factory=dict)  # by handler
-
 
 class KVCache(Store):
     """Store the keys and values of `count` answers with at most `length` tokens each.
@@ -249,7 +226,7 @@ class KVCache(Store):
         self.block = block
         self.prefixes: list[Prefix | None] = [None] * count  # tokens before those of each slot
         self.copied = [0] * count  # tokens of a prefix that was copied into each slot
-        self.layout: Layout | None = None  # of the running pass
+        self.layout: Any = None  # of the running pass
         self.keys: dict[int, torch.Tensor] = {}
         self.values: dict[int, torch.Tensor] = {}
         # Layers that store only some tokens: number of stored tokens by slot, and their text positions.
@@ -263,8 +240,6 @@ class KVCache(Store):
     def attend(self, call: AttentionCall) -> tuple[torch.Tensor, None]:
         """Store keys and values of new tokens, and compute their attention, (1, tokens, heads, width of values)."""
         options, layout = AttentionOptions.of(call), self.layout
-        if layout is None:
-            raise UnsupportedAttention("the model calls its attention outside of the engine's passes")
         layer, (query, key, value) = call.module.layer_idx, (x[0] for x in (call.query, call.key, call.value))
         if layer not in self.keys:
             self._allocate(layer, key, value)
@@ -297,14 +272,18 @@ class KVCache(Store):
         slot_attention = self._over_slots(layer, options, layout, query, with_lse=True)
         out, lse = torch.zeros_like(slot_attention[0]), torch.full_like(slot_attention[1], -torch.inf)
         kv_heads = self.keys[layer].shape[1]
-        for prefix, tokens in layout.prefix_parts(layer):
+        shared: dict[int, tuple[SlotCopy, list[torch.Tensor]]] = {}  # several masks may share a layer's numbers
+        for prefix, indices in layout.prefixes.items():
+            copied = prefix.layers[layer]
+            shared.setdefault(id(copied), (copied, []))[1].append(indices)
+        for copied, parts in shared.values():
+            tokens, length = torch.cat(parts), copied.keys.shape[1]
             q = query[:, tokens].reshape(1, kv_heads, -1, query.shape[-1])  # the heads of a group become queries
             mask = None
             if options.window is not None:
-                hidden = torch.arange(prefix.length, device=q.device) <= layout.positions[tokens, None] - options.window
+                hidden = torch.arange(length, device=q.device) <= layout.positions[tokens, None] - options.window
                 mask = additive_mask(hidden, q.dtype).repeat(q.shape[2] // len(tokens), 1)
-            k, v = prefix.keys[layer][None], prefix.values[layer][None]
-            attended, sums = options.attend_with_lse(q, k, v, mask)
+            attended, sums = options.attend_with_lse(q, copied.keys[None], copied.values[None], mask)
             out[tokens] = attended.reshape(len(query), len(tokens), -1).transpose(0, 1)
             lse[tokens] = sums.reshape(len(query), len(tokens)).T
         return join_attention([slot_attention, (out, lse)])
@@ -320,8 +299,6 @@ class KVCache(Store):
         keys, values, (heads, tokens, width) = self.keys[layer], self.values[layer], query.shape
         is_compiled = query.device.type == "cpu" and query.dtype in _COMPILED and options.softcap is None
         is_compiled &= options.window is None or layout.stored_positions is None
-        if not layout.parts:
-            return query.new_zeros(0, heads, values.shape[-1]), query.new_zeros(0, heads)
         if is_compiled and all(part.tokens == 1 for part in layout.parts):
             from lmeval_prune.kernels.decode_attention import decode  # numba takes a while to import
 
@@ -331,9 +308,11 @@ class KVCache(Store):
 
         def by_token(x: torch.Tensor, part: Part) -> torch.Tensor:
             x = x.reshape(part.rows, heads, part.tokens, -1).transpose(1, 2)
-            return x.reshape(part.rows * part.tokens, heads, -1)
+            return x.reshape(part.rows * part.tokens, heads, -1)[part.unrepeated]
 
-        group, outputs = heads // keys.shape[1], list[Attention]()
+        group = heads // keys.shape[1]
+        joined = query.new_empty(tokens, heads, values.shape[-1])
+        sums = query.new_empty(tokens, heads, dtype=torch.promote_types(query.dtype, torch.float32))
         for part in layout.parts:
             # the query heads of a group become queries of their key-value head
             q = query[:, part.queries].reshape(-1, group, part.rows, part.tokens, width)
@@ -342,20 +321,11 @@ class KVCache(Store):
             mask = layout.mask(part, group, options.window, query.dtype)
             if with_lse:
                 out, lse = options.attend_with_lse(q, k, v, mask)
-                outputs.append((by_token(out, part), by_token(lse, part).squeeze(-1)))
+                sums[part.targets] = by_token(lse, part).squeeze(-1)
             else:
-                out = by_token(options.attend(q, k, v, mask), part)
-                outputs.append((out, out.new_empty(len(out), 0)))
-        if layout.parts[0].unrepeated is None:
-            if len(outputs) == 1:
-                return outputs[0]
-            attended, all_sums = zip(*outputs, strict=True)
-            return torch.cat(attended), torch.cat(all_sums)
-        joined = [column[0].new_empty(tokens, *column[0].shape[1:]) for column in zip(*outputs, strict=True)]
-        for part, columns in zip(layout.parts, outputs, strict=True):
-            for target, source in zip(joined, columns, strict=True):
-                target[cast(torch.Tensor, part.queries)[part.unrepeated]] = source[part.unrepeated]
-        return joined[0], joined[1]
+                out = options.attend(q, k, v, mask)
+            joined[part.targets] = by_token(out, part)
+        return joined, sums
 
     def _filtered_layout(
         self, layer: int, layout: Layout, stored_mask: torch.Tensor | None, query_mask: torch.Tensor
@@ -413,12 +383,10 @@ class KVCache(Store):
         for token, slot in enumerate(slots):
             if prefix := self.prefixes[slot]:
                 by_prefix[prefix].append(token)
-        positions, prefixes = index[1], {}
-        if by_prefix:
-            positions = positions.clone()
-            for prefix, tokens in by_prefix.items():
-                prefixes[prefix] = torch.tensor(tokens, device=device)
-                positions[prefixes[prefix]] += prefix.length
+        prefixes = {prefix: torch.tensor(tokens, device=device) for prefix, tokens in by_prefix.items()}
+        positions = index[1].clone()
+        for prefix, at in prefixes.items():
+            positions[at] += prefix.length
         return Layout(parts, index[0], index[1], positions, prefixes=prefixes)
 
     def state(self, call: AttentionCall, owner: Hashable, make: Callable[[], State]) -> State:
@@ -445,7 +413,7 @@ class KVCache(Store):
         self.prefixes[slot], self.copied[slot] = prefix, 0
         if prefix and is_copied:
             self.prefixes[slot], self.copied[slot] = None, prefix.length
-            self.restore(slot, [SlotCopy(*tensors) for tensors in zip(prefix.keys, prefix.values, strict=True)])
+            self.restore(slot, prefix.layers)
 
     def move(self, source: int, target: int, length: int) -> None:
         """Move a sequence of `length` tokens, without its prefix, to another slot."""

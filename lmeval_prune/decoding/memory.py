@@ -8,12 +8,6 @@ import torch
 
 from lmeval_prune.errors import InputError
 
-# by version of cgroups: files of the limit (in 1: a huge number without one) and the usage, and a field of memory.stat
-_FILES = {
-    1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-    2: ("memory.max", "memory.current", "inactive_file"),
-}
-
 
 class InsufficientMemoryError(InputError):
     """The engine's memory is too small for its requests."""
@@ -31,27 +25,20 @@ def free_memory(mount: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/
     """Return the free bytes of the machine, or of this process's container if it has fewer.
 
     Args:
-        mount: folder of the cgroups; those of version 1 are in its folder `memory`.
-        membership: file with the cgroups of this process. Those above them limit it, too.
+        mount: folder of the cgroups, of version 2.
+        membership: file with the cgroup of this process. Those above it limit it, too.
     """
     import psutil
 
     free = [psutil.virtual_memory().available]
-    for line in membership.read_text().splitlines() if membership.exists() else []:
-        _, controllers, group = line.split(":", 2)
-        version = 1 if "memory" in controllers.split(",") else 2
-        if controllers and version == 2:  # a group of version 1 without the memory controller
-            continue
-        limit_file, usage_file, cached = _FILES[version]
-        names = Path(group).parts[1:]
-        root = mount / "memory" if version == 1 else mount
-        for depth in range(len(names) + 1):
-            folder = root.joinpath(*names[:depth])
+    lines = membership.read_text().splitlines() if membership.exists() else []
+    for group in (Path(line.removeprefix("0::/")) for line in lines if line.startswith("0::")):
+        for folder in (mount / group, *(mount / above for above in group.parents)):
             try:
-                limit, used = (folder / limit_file).read_text().strip(), int((folder / usage_file).read_text())
+                limit, used = ((folder / name).read_text().strip() for name in ("memory.max", "memory.current"))
                 statistics = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
             except OSError:  # a group outside a container's own has no folder in it
                 continue
             if limit != "max":
-                free.append(max(0, int(limit) - used + int(statistics[cached])))
+                free.append(max(0, int(limit) - int(used) + int(statistics["inactive_file"])))
     return min(free)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any, cast
 from weakref import WeakSet
@@ -31,6 +30,7 @@ _LOCKED: WeakSet[nn.Module] = WeakSet()  # attention modules of models in use
 class PartialPass:
     """The attention layers that a forward pass runs. Number N of N layers stands for the output of the last layer."""
 
+    count: int  # number of layers
     start: int = 0  # the first layer to run
     hidden: torch.Tensor | None = None  # input of layer `start`, (1, tokens, width), if `start` > 0
     keep: frozenset[int] = frozenset()  # layers whose inputs are kept
@@ -43,10 +43,9 @@ class _SkippableLayer(nn.Module):
     A layer whose attention was cut out has the number of the attention layer before it.
     """
 
-    def __init__(self, layer: nn.Module, skip: LayerSkip, number: int, is_first: bool, is_last: bool) -> None:
+    def __init__(self, layer: nn.Module, current: PartialPass, number: int, is_first: bool, is_last: bool) -> None:
         super().__init__()
-        self.layer = layer
-        self._skip = [skip]  # in a list, so that it is no submodule
+        self.layer, self._current = layer, current
         self._number, self._is_first, self._is_last = number, is_first, is_last  # first with this number, last of all
         self._tuple = False
 
@@ -57,7 +56,7 @@ class _SkippableLayer(nn.Module):
             return getattr(super().__getattr__("layer"), name)  # `attention_type` and the like
 
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        number, count, current = self._number, self._skip[0].count, self._skip[0].current
+        number, current = self._number, self._current
         if self._is_first and number == current.start and current.hidden is not None:
             hidden_states = current.hidden
         if number >= current.start:
@@ -66,50 +65,37 @@ class _SkippableLayer(nn.Module):
             out = self.layer(hidden_states, *args, **kwargs)
             self._tuple = isinstance(out, tuple)
         else:
-            passed = current.hidden if self._is_last and count == current.start else hidden_states
+            passed = current.hidden if self._is_last and current.count == current.start else hidden_states
             out = (passed,) if self._tuple else passed
-        if self._is_last and count in current.keep:
-            current.layer_inputs[count] = out[0] if self._tuple else out
+        if self._is_last and current.count in current.keep:
+            current.layer_inputs[current.count] = out[0] if self._tuple else out
         return out
 
 
-class LayerSkip:
-    """Choose which decoder layers of a model run, while `installed`. The layers must be the entries of one list."""
-
-    def __init__(self, model_map: ModelMap) -> None:
-        self.current = PartialPass()
-        self.count = len(model_map.attention)
-        modules = dict(model_map.model.named_modules())
-        lists, indices = set[str](), set[int]()
-        for layer in model_map.attention:
-            parts = layer.name.split(".")
-            names = (".".join(parts[:end]) for end in range(1, len(parts)))
-            name = next((name for name in names if isinstance(modules.get(name), nn.ModuleList)), "")
-            if not name or parts[name.count(".") + 1] != str(layer.index):
-                raise UnsupportedAttention(f"the model's {layer.name} is not in a list of decoder layers")
-            lists.add(name)
-            indices.add(layer.index)
-        self._list = cast(nn.ModuleList, modules[min(lists)])
-        gaps = [layer for index, layer in enumerate(self._list) if index not in indices]
-        numbers = [getattr(layer.module, "layer_idx", number) for number, layer in enumerate(model_map.attention)]
-        if len(lists) > 1 or not all(map(has_absent, gaps)) or (gaps and numbers != [*range(self.count)]):
-            raise UnsupportedAttention(
-                "the model has several stacks of layers, or layers without attention among others"
-            )
-        with_attention = accumulate(index in indices for index in range(len(self._list)))
-        self._numbers = [max(0, count - 1) for count in with_attention]
-
-    @contextmanager
-    def installed(self) -> Iterator[None]:
-        layers, last = list(self._list), -1
-        for index, (layer, number) in enumerate(zip(layers, self._numbers, strict=True)):
-            self._list[index] = _SkippableLayer(layer, self, number, number > last, index == len(layers) - 1)
-            last = number
-        try:
-            yield
-        finally:
-            for index, layer in enumerate(layers):
-                self._list[index] = layer
+def make_skippable(model_map: ModelMap, current: PartialPass, stack: ExitStack) -> None:
+    """Let `current` choose which decoder layers run until `stack` closes; they must be the entries of one list."""
+    modules = dict(model_map.model.named_modules())
+    lists, indices = set[str](), set[int]()
+    for layer in model_map.attention:
+        parts = layer.name.split(".")
+        names = (".".join(parts[:end]) for end in range(1, len(parts)))
+        name = next((name for name in names if isinstance(modules.get(name), nn.ModuleList)), "")
+        if not name or parts[name.count(".") + 1] != str(layer.index):
+            raise UnsupportedAttention(f"the model's {layer.name} is not in a list of decoder layers")
+        lists.add(name)
+        indices.add(layer.index)
+    decoder = cast(nn.ModuleList, modules[min(lists)])
+    gaps = [layer for index, layer in enumerate(decoder) if index not in indices]
+    numbers = [getattr(layer.module, "layer_idx", number) for number, layer in enumerate(model_map.attention)]
+    if len(lists) > 1 or not all(map(has_absent, gaps)) or (gaps and numbers != [*range(current.count)]):
+        raise UnsupportedAttention("the model has several stacks of layers, or layers without attention among others")
+    before, last = 0, -1  # attention layers so far, and the number of the layer before
+    for index, module in enumerate(list(decoder)):
+        before += index in indices
+        number = max(0, before - 1)
+        decoder[index] = _SkippableLayer(module, current, number, number > last, index == len(decoder) - 1)
+        stack.callback(decoder.__setitem__, index, module)
+        last = number
 
 
 @dataclass
@@ -117,12 +103,7 @@ class Statistics:
     """Counters of the engine's runs."""
 
     answers: int = 0
-    answer_tokens: int = 0
-    prompt_tokens: int = 0  # of leaders, after common prefixes
-    follow_tokens: int = 0  # tokens of prompts that followers run from their first pruned layer up
-    steps: int = 0  # decoding steps of all running rows
     scored: int = 0  # results of `Engine.score`
-    alone: int = 0  # near-ties decided in a batch of one
     layer_tokens: int = 0  # tokens × layers
     head_tokens: int = 0  # tokens whose logits were computed
 
@@ -153,18 +134,16 @@ class ModelRunner:
         statistics: Statistics,
         stack: ExitStack,
     ) -> None:
-        stack.enter_context(lock_model(model_map))
-        self._skip, rows = LayerSkip(model_map), RowMasks()
-        replace_attention(model_map, cache, stack)
-        # also without masks: under an intervention no compiled code runs, which would keep these changes
-        stack.enter_context(rows.applied_to(model_map.model, model_map))
-        stack.enter_context(self._skip.installed())
-        self._masking: Callable[..., AbstractContextManager[None]] = nullcontext
-        if any(masks):
-            self._masking = partial(rows.using, rows.table(masks))
         self._model_map, self._model = model_map, cast(Any, model_map.model)
         self.device, self.layers = input_device(self._model), len(model_map.attention)
         self.cache, self.statistics = cache, statistics
+        self._pass, self._rows = PartialPass(self.layers), RowMasks()
+        stack.enter_context(lock_model(model_map))
+        replace_attention(model_map, cache, stack)
+        # also without masks: under an intervention no compiled code runs, which would keep these changes
+        stack.enter_context(self._rows.applied_to(self._model, model_map))
+        make_skippable(model_map, self._pass, stack)
+        self._masks = self._rows.table(masks)
 
     def forward(
         self, batch: Sequence[Chunk], start: int = 0, hidden: torch.Tensor | None = None
@@ -188,17 +167,17 @@ class ModelRunner:
             for chunk, (first, end) in zip(batch, pairwise(starts), strict=True)
             for token in range(first + chunk.skip, end)
         ]
-        columns = zip(*((chunk.slot, chunk.cached, len(chunk.tokens)) for chunk in batch), strict=True)
+        packed = Packed(*zip(*((chunk.slot, chunk.cached, len(chunk.tokens)) for chunk in batch), strict=True))
+        layout, kept = self.cache.lay_out(packed, self.device), dict[int, torch.Tensor]()
         keep = frozenset[int]().union(*(chunk.keep for chunk in batch))
-        current = PartialPass(start, None if hidden is None else hidden.unsqueeze(0), keep)
-        packed = Packed(*columns)
-        layout = self.cache.lay_out(packed, self.device)
-        with replaced(self._skip, current=current), replaced(self.cache, packed=packed, layout=layout):
+        hidden = None if hidden is None else hidden.unsqueeze(0)
+        layers = replaced(self._pass, start=start, hidden=hidden, keep=keep, layer_inputs=kept)
+        with layers, replaced(self.cache, packed=packed, layout=layout):
             logits = self._logits(tokens, masks, layout.positions, with_logits)
         self.statistics.layer_tokens += len(tokens) * (self.layers - start)
         self.statistics.head_tokens += len(with_logits)
         layer_inputs = [  # copies: a view would keep the whole batch in memory
-            {layer: current.layer_inputs[layer][0, slice(*ends)].clone() for layer in chunk.keep}
+            {layer: kept[layer][0, slice(*ends)].clone() for layer in chunk.keep}
             for chunk, ends in zip(batch, pairwise(starts), strict=True)
         ]
         return logits, layer_inputs
@@ -207,7 +186,7 @@ class ModelRunner:
         """Return the logits of outputs of the last layer, (tokens, vocabulary); `hidden` is (tokens, width)."""
         count = len(hidden)
         self.statistics.head_tokens += count
-        with replaced(self._skip, current=PartialPass(self.layers, hidden.unsqueeze(0))):
+        with replaced(self._pass, start=self.layers, hidden=hidden.unsqueeze(0)):
             positions = torch.zeros(count, dtype=torch.long, device=self.device)
             logits = self._logits([0] * count, [mask] * count, positions, range(count))
         refuse_nan(logits[:, 0])
@@ -234,7 +213,7 @@ class ModelRunner:
         to_keep: slice | torch.Tensor = slice(None)
         if len(with_logits) < len(tokens):
             to_keep = torch.tensor(with_logits, dtype=torch.long, device=self.device)
-        with self._masking(torch.tensor([masks])), fast_products(len(tokens)):
+        with self._rows.using(self._masks, torch.tensor([masks])), fast_products(len(tokens)):
             out = self._model(
                 input_ids=torch.tensor([tokens], device=self.device),
                 position_ids=positions.unsqueeze(0),

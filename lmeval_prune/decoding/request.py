@@ -49,6 +49,8 @@ class SamplingParams(Settings):
         super().__post_init__()
         if self.do_sample:
             parse_value("temperature", self.temperature, Divisor)
+        if "" in self.stop:
+            raise InputError("an empty stop string would end every answer at once", remedy="leave it out")
 
     @cached_property
     def takes_argmax(self) -> bool:
@@ -174,10 +176,6 @@ class Stopping:
         self._windows: dict[tuple[str, ...], int] = {}  # tokens in which stop strings are looked for
         self.may_complete = lru_cache(maxsize=1 << 20)(self._may_complete)
 
-    def check(self, params: SamplingParams) -> None:
-        if "" in params.stop:
-            raise InputError("an empty stop string would end every answer at once", remedy="leave it out")
-
     def ends(self, params: SamplingParams) -> tuple[int, ...]:
         return self._ends if params.eos is None else params.eos
 
@@ -185,9 +183,9 @@ class Stopping:
         return len(tokens) >= params.max_new_tokens or self.stopped(tokens, params)
 
     def stopped(self, tokens: Sequence[int], params: SamplingParams) -> bool:
-        return tokens[-1] in self.ends(params) or self.has_stop_text(tokens, params.stop)
-
-    def has_stop_text(self, tokens: Sequence[int], stop: tuple[str, ...]) -> bool:
+        stop = params.stop
+        if tokens[-1] in self.ends(params):
+            return True
         if not stop or not self.may_complete(tokens[-1], stop):
             return False
         if stop not in self._windows:

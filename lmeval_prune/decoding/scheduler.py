@@ -37,13 +37,11 @@ class Schedule(Settings):
             tokens; 0 runs each prompt as a whole.
         copied_prefix: largest number of tokens of a prefix that is copied into the slots of its sequences; longer ones
             are stored once, and their attention is computed separately.
-        refill: start a waiting request as soon as a row is free; otherwise when the whole batch has ended.
     """
 
     share: bool = True
     prefix: Natural = 64
     copied_prefix: Natural = 128
-    refill: bool = True
 
 
 @dataclass
@@ -53,24 +51,22 @@ class Scheduler:
     runner: ModelRunner
     waiting: deque[PromptGroup]  # groups that have not started
     sampler: Sampler
-    refill: bool
     deterministic: bool  # decide near-ties in a batch of one
     max_leaders: int  # largest number of leaders whose prompts are kept for followers at the same time
     ready: deque[PromptGroup] = field(default_factory=deque)  # groups whose followers can start
     active: list[Sequence] = field(default_factory=list)  # sequence i is in slot i
 
     def __post_init__(self) -> None:
-        self.capacity, self.statistics = self.runner.cache.count, self.runner.statistics
+        self.capacity = self.runner.cache.count
 
     def answers(self) -> Iterator[Sequence]:
         while self.waiting or self.ready or self.active:
             with torch.inference_mode():
-                if self._starts_requests():
-                    was_running = bool(self.active)
-                    while rows := self._next_rows():
-                        self._start(rows)
-                        if was_running:  # one pass with new prompts delays them
-                            break
+                is_running = bool(self.active)
+                while (rows := self._next_rows()) and (not is_running or self._is_worth_a_pass(rows)):
+                    self._start(rows)
+                    if is_running:  # one pass with new prompts delays them
+                        break
                 if not any(row.ended for row in self.active):
                     self._step()
                 ended = self._remove_ended()
@@ -78,11 +74,8 @@ class Scheduler:
 
     # ------------------------------------------------------------------ starting and ending
 
-    def _starts_requests(self) -> bool:
-        """Return whether to run prompts now: beside running rows, a small pass waits for requests that can join it."""
-        if not (self.active and self.refill):
-            return not self.active
-        rows = self._next_rows()
+    def _is_worth_a_pass(self, rows: list[Sequence]) -> bool:
+        """Return whether to run prompts beside running rows: a small pass waits for requests that can join it."""
         tokens = sum(len(row.prompt) for row in rows)
         others_may_join = len(self.active) + len(rows) == self.capacity
         return tokens >= LEAST_PASS or len(rows) >= FREE_SHARE * self.capacity or not others_may_join
@@ -113,7 +106,6 @@ class Scheduler:
         for row in rows:
             (row.group.followers if follows else self.waiting).popleft()
             row.slot = len(self.active)
-            row.end_tokens = self.sampler.stopping.ends(row.request.params)
             shared = row.group.prefix
             prefix = shared.for_mask(row.mask, self.runner) if shared else None
             self.runner.cache.begin(row.slot, prefix, is_copied=bool(shared and shared.is_copied))
@@ -122,15 +114,12 @@ class Scheduler:
             batch.append(Chunk(row.slot, 0, row.mask, row.prompt, len(row.prompt) - 1, keep))
         logits, layer_inputs = self.runner.forward(batch, first, hidden)
         for row, inputs in zip(rows, layer_inputs, strict=True):
-            group, row.cached = row.group, len(row.prompt)
+            group = row.group
             if follows:
-                self.statistics.follow_tokens += row.cached
                 self.runner.cache.restore(row.slot, group.leader_cache[:first])
-                continue
-            self.statistics.prompt_tokens += row.cached
-            if group.followers:
+            elif group.followers:
                 highest, group.layer_inputs = group.followers[0].first_layer, inputs
-                group.leader_cache = self.runner.cache.snapshot(row.slot, row.cached, highest)
+                group.leader_cache = self.runner.cache.snapshot(row.slot, len(row.prompt), highest)
                 self.ready.append(group)
         for group in [group for group in self.ready if not group.followers]:
             self.ready.remove(group)
@@ -143,8 +132,7 @@ class Scheduler:
             if row.group.prefix:
                 row.group.prefix.answered()
             self._release_slot(row.slot)
-        self.statistics.answers += len(ended)
-        self.statistics.answer_tokens += sum(len(row.answer) for row in ended)
+        self.runner.statistics.answers += len(ended)
         return ended
 
     def _release_slot(self, slot: int) -> None:
@@ -172,9 +160,6 @@ class Scheduler:
     def _step(self) -> None:
         """Decode the next token of each row."""
         logits, _ = self.runner.forward([Chunk(row.slot, row.cached, row.mask, row.answer[-1:]) for row in self.active])
-        self.statistics.steps += 1
-        for row in self.active:
-            row.cached += 1
         self._append_tokens(self.active, logits)
 
     def _append_tokens(self, rows: Items[Sequence], logits: torch.Tensor) -> None:
@@ -190,12 +175,9 @@ class Scheduler:
             if not takes_argmax:
                 near_tie = self.deterministic and self.sampler.near_tie(scores, request, answer)
             if near_tie:  # decided in a batch of one
-                self.statistics.alone += 1
                 scores = self.runner.forward_alone([*request.prompt, *answer], row.mask)
                 token = int(scores.float().argmax())
             if not takes_argmax:
                 token = self.sampler.choose(scores, request, answer)
             answer.append(token)
-            row.ended = token in row.end_tokens or len(answer) >= row.max_tokens
-            if request.params.stop and not row.ended:
-                row.ended = self.sampler.stopping.has_stop_text(answer, request.params.stop)
+            row.ended = len(answer) >= row.max_tokens or self.sampler.stopping.stopped(answer, request.params)

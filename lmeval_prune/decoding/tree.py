@@ -106,8 +106,7 @@ class TreePart:
 
     queries: slice
     keys: slice | int  # in the pass, or the slot of a stored segment
-    key_start: int = 0  # position of the first key of a stored segment
-    key_count: int = 0
+    key_positions: torch.Tensor  # in their sequences
 
 
 @dataclass
@@ -127,16 +126,12 @@ class TreeLayout:
         key = (id(part), window, dtype)
         if key not in self._masks:
             positions = self.positions[part.queries, None]
-            if isinstance(part.keys, slice):
-                key_positions = self.positions[part.keys]
-            else:
-                key_positions = torch.arange(part.key_start, part.key_start + part.key_count, device=positions.device)
-            hidden = torch.zeros(len(positions), len(key_positions), dtype=torch.bool, device=positions.device)
+            hidden = torch.zeros(len(positions), len(part.key_positions), dtype=torch.bool, device=positions.device)
             if part.keys == part.queries:
                 index = torch.arange(part.queries.start, part.queries.stop, device=positions.device)
                 hidden |= (index > index[:, None]) | (index[:, None] >= self.visible_until[part.keys])
             if window is not None:
-                hidden |= key_positions <= positions - window
+                hidden |= part.key_positions <= positions - window
             self._masks[key] = additive_mask(hidden, dtype) if hidden.any() else None
         return self._masks[key]
 
@@ -150,7 +145,7 @@ class TreeCache(Store):
     def __init__(self, tree: TokenTree) -> None:
         self.tree = tree
         self.size = len(tree.segments)
-        self.layout: TreeLayout | None = None  # of the running pass
+        self.layout: Any = None  # of the running pass
         self.stop = self.size  # the segments of the running pass are below this number
         self.stored: dict[int, dict[int, tuple[torch.Tensor, torch.Tensor]]] = {}  # by layer and slot
 
@@ -166,22 +161,23 @@ class TreeCache(Store):
         slots, starts = list(packed.slots), list(accumulate(packed.counts, initial=0))
         # after the last segment below each segment, as an index in the batch
         ends = [bisect_left(slots, self._end(slot)) for slot in slots]
-        positions = [torch.arange(start, start + n) for start, n in zip(packed.starts, packed.counts, strict=True)]
+        spans = [torch.arange(start, start + n) for start, n in zip(packed.starts, packed.counts, strict=True)]
         until = torch.tensor([starts[end] for end in ends]).repeat_interleave(torch.tensor(packed.counts))
-        layout = TreeLayout(slots, starts, torch.cat(positions).to(device), until.to(device))
+        layout = TreeLayout(slots, starts, torch.cat(spans).to(device), until.to(device))
         i, is_block = 0, False  # whether the last part is a block, which may grow
         while i < len(slots):
             begin, end = starts[i], starts[ends[i]]
             if end - begin <= BLOCK:
                 if is_block and end - layout.own[-1].queries.start <= BLOCK:
                     begin = layout.own.pop().queries.start
-                layout.own.append(TreePart(slice(begin, end), slice(begin, end)))
+                block = slice(begin, end)
+                layout.own.append(TreePart(block, block, layout.positions[block]))
                 i, is_block = ends[i], True
                 continue
             own = slice(begin, starts[i + 1])
-            layout.own.append(TreePart(own, own))
+            layout.own.append(TreePart(own, own, layout.positions[own]))
             if end > own.stop:
-                layout.above.append(TreePart(slice(own.stop, end), own))
+                layout.above.append(TreePart(slice(own.stop, end), own, layout.positions[own]))
             i, is_block = i + 1, False
         running, stored = set(slots), set[int]()
         for slot in slots:  # stored segments above those of the batch
@@ -190,7 +186,8 @@ class TreeCache(Store):
                 first, end = bisect_left(slots, above), bisect_left(slots, self._end(above))
                 segment = self.tree.segments[above % self.size]
                 queries = slice(starts[first], starts[end])
-                layout.above.append(TreePart(queries, above, segment.start, len(segment.tokens)))
+                positions = torch.arange(segment.start, segment.start + len(segment.tokens), device=device)
+                layout.above.append(TreePart(queries, above, positions))
                 stored.add(above)
                 above = self._parent(above)
         return layout
@@ -205,8 +202,6 @@ class TreeCache(Store):
     def attend(self, call: AttentionCall) -> tuple[torch.Tensor, None]:
         """Compute the attention of a packed batch, (1, tokens, heads, width of values); store what others need."""
         options, layout = AttentionOptions.of(call), self.layout
-        if layout is None:
-            raise UnsupportedAttention("the model calls its attention outside of the engine's passes")
         if call.stored_mask is not None or call.query_mask is not None:
             raise UnsupportedAttention("a method filters tokens of the texts, and log-likelihoods need all of them")
         query, key, value = (x[0] for x in (call.query, call.key, call.value))

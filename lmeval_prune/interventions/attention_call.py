@@ -19,6 +19,7 @@ from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from lmeval_prune.architectures import AttentionLayer, ModelMap
+from lmeval_prune.attributes import replaced
 from lmeval_prune.errors import InputError
 from lmeval_prune.interventions.applied import changed_by
 
@@ -130,9 +131,6 @@ class _Wire:
     wiring: _Wiring
     layer: AttentionLayer | None  # that the module belongs to
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> None:
-        return None
-
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()
 
@@ -208,14 +206,10 @@ def not_causal(call: AttentionCall) -> InputError:
 @contextmanager
 def eager_attention(model: nn.Module) -> Iterator[None]:
     """Use transformers' eager attention, which can return attention weights, inside the block."""
-    implementations = [(config, config._attn_implementation) for config in _configs_of(model)]
-    try:
-        for config, _ in implementations:
-            config._attn_implementation = "eager"
+    with ExitStack() as stack:
+        for config in reversed(_configs_of(model)):  # a configuration sets those within it, which come later
+            stack.enter_context(replaced(config, _attn_implementation="eager"))
         yield
-    finally:
-        for config, implementation in implementations:  # a configuration sets those within it, which come later
-            config._attn_implementation = implementation
 
 
 def _configs_of(model: nn.Module) -> list[Any]:

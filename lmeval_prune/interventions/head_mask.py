@@ -62,16 +62,12 @@ class HeadMask(Intervention):
     def __str__(self) -> str:
         return "+".join(self.heads)
 
-    def __or__(self, other: HeadMask) -> HeadMask:
-        """Return the union of two masks, with the options of the first."""
-        return replace(self, heads=(*self.heads, *other.heads))
-
     def merged_with(self, other: Intervention) -> HeadMask | None:
         """Return the union with another mask, so that a layer without heads is noticed."""
         if not isinstance(other, HeadMask):
             return None
-        either = self.allow_empty_layer or other.allow_empty_layer
-        return replace(self | other, allow_empty_layer=either, origin=self.origin or other.origin)
+        heads, either = (*self.heads, *other.heads), self.allow_empty_layer or other.allow_empty_layer
+        return replace(self, heads=heads, allow_empty_layer=either, origin=self.origin or other.origin)
 
     def converted(self, kind: Any) -> Intervention | None:
         plan: Intervention | None = kind.from_mask(self) if method_name(kind) == "plan" else super().converted(kind)

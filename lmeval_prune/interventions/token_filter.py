@@ -131,12 +131,11 @@ class TokenFilter(Intervention):
         attention: Any = self.attention
         if not attention:
             return nullcontext()
-        copies = {
-            name: {label: tensor.clone() for label, tensor in record.items()}
-            for name in ("totals", "shared_states")
-            if (record := getattr(attention, name)) is not None
-        }
-        return replaced(attention, **copies)
+        totals, states = (
+            {label: tensor.clone() for label, tensor in record.items()}
+            for record in (attention.totals, attention.states)
+        )
+        return replaced(attention, totals=totals, states=states)
 
     @contextmanager
     def fixed_decisions(self) -> Iterator[None]:
@@ -208,15 +207,15 @@ class FilteredAttention:
     Attributes:
         is_applied: whether a model runs with it.
         totals: by layer, tokens and skipped tokens so far, (2,).
-        shared_states: by layer, the threshold of all sequences; None if each has its own.
+        states: by layer, the threshold of all sequences if they are `shared`.
         skipped: by layer, decisions of the last pass, (rows, tokens).
     """
 
     def __init__(self, rule: Rule, shared: bool, keep_skipped_kv: bool) -> None:
-        self.rule, self.keep_skipped_kv, self.is_applied = rule, keep_skipped_kv, False
+        self.rule, self.shared, self.keep_skipped_kv, self.is_applied = rule, shared, keep_skipped_kv, False
         self.totals: dict[str, torch.Tensor] = {}
         self.skipped: dict[str, torch.Tensor] = {}
-        self.shared_states: dict[str, torch.Tensor] | None = {} if shared else None
+        self.states: dict[str, torch.Tensor] = {}
         self._caches: dict[str, FilteredCacheLayer | None] = {}  # of the running pass, by layer
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FilteredAttention:
@@ -265,8 +264,8 @@ class FilteredAttention:
         if call.options.get("sliding_window") is None and cache.tokens + call.key.shape[2] > cache.window:
             raise not_causal(call)  # a decode step may have no mask that shows it
         cache.is_awaited, memory, valid = False, cache.begin(call.key, call.value), valid_tokens(call)
-        if self.shared_states is not None:
-            memory = replace(memory, states=self.shared_states.setdefault(label, fresh_states(1, call.key.device)))
+        if self.shared:
+            memory = replace(memory, states=self.states.setdefault(label, fresh_states(1, call.key.device)))
         absent = cache.store(call.key, call.value, valid, memory, self._totals(label, call.key.device))
         self.skipped[label] = absent & valid
         if valid.shape[1] == 1 and _uses_kernel(call, cache):
@@ -441,31 +440,24 @@ class FilteredCacheLayer(CacheLayerMixin):
         `key` and `value` are (rows, key-value heads, tokens, width), `valid` is (rows, tokens), false for padding.
         Updates `memory` and `totals`, (2,). Returns (rows, tokens), true for skipped tokens and padding.
         """
-        rule: Rule = self.owner.rule
+        rule, keep_skipped, absent = self.owner.rule, self.owner.keep_skipped_kv, None
         if valid.shape[1] == 1:
             self._reserve(1)
-            absent = kernels.decide_and_store(
-                key,
-                value,
-                valid,
-                memory,
-                rule,
-                store=(self.keys, self.values, self.positions, self.lengths, totals),
-                position=self.tokens,
-                keep_skipped=self.owner.keep_skipped_kv,
-            )
-        else:
+            store = self.keys, self.values, self.positions, self.lengths, totals
+            options = {"store": store, "position": self.tokens, "keep_skipped": keep_skipped}
+            absent = kernels.decide_and_store(key, value, valid, memory, rule, **options)
+        if absent is None:
             skipped = kernels.decide(key, value, valid, memory, rule)
             totals += torch.stack([valid.sum(), skipped.sum()])
             absent = skipped | ~valid
-            is_stored = valid if self.owner.keep_skipped_kv else ~absent
+            is_stored = valid if keep_skipped else ~absent
             rows, tokens = is_stored.nonzero(as_tuple=True)
             offsets = (is_stored.cumsum(1) - 1 + self.lengths[:, None])[rows, tokens]
             self.lengths = self.lengths + is_stored.sum(1, dtype=torch.int32)
             self.longest = 0
             self._reserve(int(self.lengths.max()))
-            self.keys[rows, :, offsets] = key[rows, :, tokens]
-            self.values[rows, :, offsets] = value[rows, :, tokens]
+            self.keys[rows, :, offsets] = key[rows, :, tokens].to(self.keys.dtype)
+            self.values[rows, :, offsets] = value[rows, :, tokens].to(self.values.dtype)
             self.positions[rows, offsets] = tokens + self.tokens
         self.tokens += valid.shape[1]
         return absent
@@ -509,18 +501,8 @@ class FilteredCacheLayer(CacheLayerMixin):
     def reset(self) -> None:
         self.memory, self.tokens, self.longest, self.is_initialized = None, 0, 0, False
 
-    def batch_repeat_interleave(self, repeats: int) -> None:
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         if self.memory:
-            self.batch_select_indices(torch.arange(len(self.lengths)).repeat_interleave(repeats))
-
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
-        if self.memory:
-            rows = indices.to(self.keys.device)
+            rows = beam_idx.to(self.keys.device)
             self.keys, self.values, self.positions = self.keys[rows], self.values[rows], self.positions[rows]
             self.lengths, self.memory = self.lengths[rows], self.memory.rows(rows)
-
-    reorder_cache: Any = batch_select_indices  # of the beams that continue
-
-    def crop(self, tokens_to_remove: int) -> None:
-        if tokens_to_remove:
-            raise InputError("a token filter cannot take tokens back; leave out assisted decoding and prompt lookup")

@@ -153,7 +153,6 @@ class EngineHFLM(PrunedLM, HFLM):
         if key not in self._reasons:
             try:
                 params, _ = generation.engine_settings(self, settings)
-                self.engine.stopping.check(params)
                 self._reasons[key] = None if params.takes_argmax else "their settings change logits"
             except InputError as error:
                 self._reasons[key] = error.problem

@@ -93,6 +93,7 @@ def test_baselines_order_the_pool(tiny_folder: Path, store: Path, policy: str) -
     assert all(len(set(heads)) == 4 for _, _, heads in samples.values())
     info = results["config"]["pruning"]["router"]
     assert info["policy"] == policy and ("not a method" in info.get("note", "")) == (policy == "oracle")
+    assert ("outcomes" in info) == (policy == "oracle")  # by which `compare` tells two oracles from seeds of one
     if policy == "random":
         assert len({tuple(heads) for _, _, heads in samples.values()}) > 1
         again = evaluate(tiny_folder, router=policy, router_store=str(store), router_seed=3)[1]

@@ -6,6 +6,8 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from lmeval_prune.architectures import Head, ModelMap
 from lmeval_prune.artefacts import digest
 from lmeval_prune.errors import InputError, brief
@@ -50,6 +52,8 @@ class Routing(HeadRouter):
                 self.policy = random_top(outcomes, arguments.router_size, self._seed)
             else:
                 self.policy = best(outcomes) if self.source == "best" else oracle(outcomes)
+            if self.source == "oracle":
+                self._about["outcomes"] = digest(np.nan_to_num(outcomes.z, nan=-1).tolist())  # tells runs apart
             if self.source not in ("random", "oracle"):  # one reads no outcomes, and nobody takes the other for a test
                 self._training_questions = frozenset(map(digest, outcomes.texts))
                 for warning in outcomes.warnings:

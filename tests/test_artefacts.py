@@ -36,7 +36,7 @@ from lmeval_prune.artefacts import (
 )  # fmt: skip
 from lmeval_prune.athena import checkpoint as athena
 from lmeval_prune.cli import main
-from lmeval_prune.grid.comparison import compare as compare_grid
+from lmeval_prune.grid.comparison import compare_grid
 from lmeval_prune.interventions import load_intervention
 from lmeval_prune.interventions import plan as plan_module
 from lmeval_prune.interventions.plan import Plan

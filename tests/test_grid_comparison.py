@@ -19,7 +19,7 @@ from lmeval_prune.cli import main
 from lmeval_prune.comparison.columns import pareto_fronts
 from lmeval_prune.comparison.tables import POOLED
 from lmeval_prune.grid.cells import selected_questions
-from lmeval_prune.grid.comparison import compare
+from lmeval_prune.grid.comparison import compare_grid
 from lmeval_prune.grid.folder import CELL, MEASURE, VERSION, GridFolder
 from lmeval_prune.reporting.statistics import (
     detectable,
@@ -252,7 +252,7 @@ def test_differences_are_those_of_the_questions(tmp_path: Path) -> None:
     a, b, c = (RNG.random((3, 60)) < [[0.5], [0.7], [0.5]]).astype(float)
     grades = {name: RNG.random(30) for name in "abc"}
     values = {n: {"one": v.tolist(), "two": grades[n].tolist()} for n, v in zip("abc", (a, b, c), strict=True)}
-    comparison = compare(write_grid(tmp_path / "g", values), "a")
+    comparison = compare_grid(write_grid(tmp_path / "g", values), "a")
     row = comparison.rows["b", "one"]
     better, worse = int(((b == 1) & (a == 0)).sum()), int(((a == 1) & (b == 0)).sum())
     assert (row.better, row.worse, row.test) == (better, worse, "McNemar")
@@ -273,12 +273,12 @@ def test_lower_may_be_better(tmp_path: Path) -> None:
 
     values = {name: {"words": rows(v), "t": [1.0] * 9, "u": [0.0] * 9} for name, v in (("dense", 1.0), ("bad", 9.0))}
     path = write_grid(tmp_path / "g", values)
-    comparison = compare(path)
+    comparison = compare_grid(path)
     row = comparison.rows["bad", "words"]
     assert (row.difference, row.better, row.worse, row.lower_is_better) == (8.0, 0, 20, True)
     assert comparison.rows["bad", POOLED].questions == 18 and comparison.rows["bad", POOLED].difference == 0
     only = {name: {"words": own["words"]} for name, own in values.items()}
-    assert compare(write_grid(tmp_path / "h", only)).fronts["words"]["flops_per_token"] == [
+    assert compare_grid(write_grid(tmp_path / "h", only)).fronts["words"]["flops_per_token"] == [
         "dense"
     ]  # bad has more of both
 
@@ -292,7 +292,7 @@ def test_many_sign_flips_can_pass_holms_correction(tmp_path: Path) -> None:
         **{f"v{i}": {"t": (grades + RNG.normal(0, 0.1, 60)).tolist()} for i in range(600)},
     }
     values["better"] = {"t": (grades + 0.5 + 0.01 * RNG.random(60)).tolist()}
-    row = compare(write_grid(tmp_path / "g", values)).rows["better", "t"]
+    row = compare_grid(write_grid(tmp_path / "g", values)).rows["better", "t"]
     assert row.test == "sign flips" and row.p_holm < 0.05
 
 
@@ -308,7 +308,7 @@ def test_a_group_is_compared_as_a_whole_and_by_its_tasks(tmp_path: Path) -> None
                 {**entry, "selected_on": ["two"], "model_args": {}, "prepare": {}, "prepared": "", "command": ""}
             )
     folder.create("Groups", None, entries)
-    comparison = compare(tmp_path)
+    comparison = compare_grid(tmp_path)
     counts = {task: comparison.rows["x", task].worse for task in comparison.tasks}
     assert counts == {"both::one": 4, "both::two": 4, "alone": 2, "both": 8, POOLED: 8}
     assert [comparison.tables[task].is_part for task in counts] == [True, True, False, False, False]
@@ -318,11 +318,11 @@ def test_a_group_is_compared_as_a_whole_and_by_its_tasks(tmp_path: Path) -> None
 def test_cells_that_are_not_done_are_missing(tmp_path: Path) -> None:
     path = write_grid(tmp_path / "g", {"dense": {"t": [1.0]}, "x": {"t": [0.0]}})
     shutil.rmtree(path / "cells" / key_of("x", "t"))
-    comparison = compare(path)
+    comparison = compare_grid(path)
     assert [cell[:2] for cell in comparison.missing] == [("x", "t")] and ("x", "t") not in comparison.rows
     shutil.rmtree(path / "cells" / key_of("dense", "t"))
     with pytest.raises(InputError):
-        compare(path)
+        compare_grid(path)
 
 
 def test_what_was_chosen_on_these_questions_is_marked(tmp_path: Path) -> None:
@@ -332,7 +332,7 @@ def test_what_was_chosen_on_these_questions_is_marked(tmp_path: Path) -> None:
     seen = tuple(selected_questions({"router": str(router)}))
     values = {name: {"t": [1.0, 0.0, 1.0]} for name in ("dense", "best", "routed")}
     path = write_grid(tmp_path / "g", values, questions={"routed": seen}, best={"selected_on": ["t"]})
-    rows = compare(path).rows
+    rows = compare_grid(path).rows
     assert [rows[name, "t"].chosen_on for name in values] == [0, 3, 2]
     assert main(["grid", "compare", str(path)]) == 0
     assert "routed †" in (path / "compare" / "report.md").read_text()

@@ -19,7 +19,7 @@ from lmeval_prune.comparison.tokens import Text, token_distances
 from lmeval_prune.comparison.variants import measure
 from lmeval_prune.decoding import Engine
 from lmeval_prune.grid import worker
-from lmeval_prune.grid.comparison import compare
+from lmeval_prune.grid.comparison import compare_grid
 from lmeval_prune.grid.configuration import Grid
 from lmeval_prune.grid.folder import GridFolder
 from lmeval_prune.grid.run import run
@@ -169,5 +169,5 @@ def test_another_tokenizer_has_no_distance(tiny_folder: Path, noisy: Path, tmp_p
     variants = {"dense": {}, "other": {"pretrained": str(other)}}
     settings = {**SETTINGS, "variants": variants, "tasks": ["prune_tiny_choice"], "baseline": "dense"}
     assert run(Grid.of(described(tiny_folder, **settings)), str(tmp_path / "c")).failed == []
-    comparison = compare(tmp_path / "c")
+    comparison = compare_grid(tmp_path / "c")
     assert not comparison.rows["other", "prune_tiny_choice"].measured and len(comparison.notes) == 2

@@ -83,6 +83,12 @@ def test_the_comparisons_of_a_task_are_made_at_once_and_only_once(monkeypatch: p
     assert len(batches) == 1
 
 
+def test_a_long_list_is_compared_in_order() -> None:
+    numbers = [str(number) for number in range(1, 60)]
+    assert same_mathematics(", ".join(numbers), ", ".join(numbers))
+    assert not same_mathematics(", ".join(numbers), ", ".join([*numbers[:-1], "60"]))
+
+
 @THINNED
 def test_five_hundred_comparisons_come_to_an_end(step: int, shared_data: Path) -> None:
     """Gold answers in another form that needs math-verify: `0+` before each; also those of the next problem."""

@@ -75,7 +75,7 @@ def compare(
 
     from lmeval_prune.artefacts import output_lock
     from lmeval_prune.comparison.commands import write_report
-    from lmeval_prune.grid.comparison import compare as compare_grid
+    from lmeval_prune.grid.comparison import compare_grid
 
     target = Path(output or Path(folder) / "compare")
     with output_lock(target):

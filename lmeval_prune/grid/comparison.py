@@ -18,7 +18,7 @@ from lmeval_prune.grid.folder import GridFolder, check_name, reason_missing
 DISTANCES = ("mean_kld", "same_top", "same_answers", "first_difference")  # of the summary of a cell
 
 
-def compare(path: str | Path, baseline: str | None = None, seed: int = 0) -> Comparison:
+def compare_grid(path: str | Path, baseline: str | None = None, seed: int = 0) -> Comparison:
     """Compare the cells that are done with a baseline, by default the grid's baseline, else its first variant."""
     folder = GridFolder(path)
     contents, failures = folder.read(), folder.failures()
@@ -37,7 +37,7 @@ def compare(path: str | Path, baseline: str | None = None, seed: int = 0) -> Com
             runs.append(Run(variant, [ResultsFile(folder.results(key), task) for task, key in own.items()]))
     measured, notes = {}, []
     for (variant, task), entry in done.items():
-        key = entry.get("distance", "")
+        key = entry.get("distance", "")  # of a variant whose distance is measured on this task
         if entry.get("distance_note"):
             notes.append(f"{variant}: its distance is {entry['distance_note']}")
         if key and folder.place("distance", key).exists():
@@ -55,12 +55,13 @@ def compare(path: str | Path, baseline: str | None = None, seed: int = 0) -> Com
     costs = {run.name: dict[str, Any]() for run in runs}
     for (variant, _), entry in cells.items():
         if variant in costs:
-            costs[variant] = costs[variant] or folder.costs(entry["costs"])
+            costs[variant] = costs[variant] or folder.costs(entry["costs"])  # of its first cell that has some
     gains: dict[str, dict[str, float]] = {task: {} for task in comparison.tables}
     for row in comparison.rows.values():
         gains[row.task][row.variant] = -row.mean if row.lower_is_better else row.mean
     notes = [*comparison.notes, *notes]
     unknown = []
+    # a question's key is the digest of its text, behind a slash that of its choices
     texts = {task: [key.partition("/")[0] for key in table.texts] for task, table in comparison.tables.items()}
     selected: dict[str, set[str]] = {name: set() for name in comparison.variants}
     for (variant, _), entry in done.items():
@@ -69,16 +70,17 @@ def compare(path: str | Path, baseline: str | None = None, seed: int = 0) -> Com
         cell = read_json(folder.place("evaluate", entry["key"]) / "cell.json")
         selected[variant].update(cell.get("selected_questions", ()))
         for name in entry["selected_on"]:
-            named = [task for task in texts if task == name or task.endswith(f"::{name}")]
+            named = [task for task in texts if task == name or task.endswith(f"::{name}")]  # a file with several tasks
             selected[variant].update(text for task in named for text in texts[task])
             if not named:
                 unknown.append(f"{variant}: selected on {name}, which is not compared here; its questions are unknown")
     for row in comparison.rows.values():  # how many of its questions the variant was selected on
         row.chosen_on = sum(text in selected[row.variant] for text in texts[row.task])
-    hooked = [
-        v
-        for (v, _), e in cells.items()
-        if {"heads", "mask", "plan"} & e["model_args"].keys() or any(not x.get("cut") for x in e["prepare"].values())
+    hooked = [  # what hooks apply saves no cost
+        variant
+        for (variant, _), entry in cells.items()
+        if {"heads", "mask", "plan"} & entry["model_args"].keys()
+        or not all(settings.get("cut") for settings in entry["prepare"].values())
     ]
     return replace(
         comparison,

@@ -158,7 +158,8 @@ class PrunedLM(AnsweringLM):
         if kind == "generate_until":
             self._report_lengths(requests, endings)
         if router:
-            # attempts, keys and lengths for `--log_samples`, which writes the requests' arguments
+            # lm-eval writes a request's arguments with its sample (`--log_samples`): there `sweep` and `report sprint`
+            # read which head an attempt pruned, the key of its stored answer, its length and whether it was cut off
             attempts: dict[int, list[tuple[Any, str, Ending | None]]] = defaultdict(list)
             for request, key, ending in zip(requests, keys or [""] * len(requests), endings, strict=True):
                 if len(attempts[id(request)]) < request.repeats:

@@ -100,7 +100,7 @@ def same_expression(answer: str, other: str) -> bool:
 
 # --------------------------------------------------------------------------- mathematics: forms
 
-MAX_PARTS = 40  # of a list or a matrix; more are compared in order only
+MAX_PARTS = 40  # of a list that is compared in any order; longer ones are compared in order
 Leaf = Callable[[str, str], bool]  # compares single expressions
 _NEUTRAL = words("neutral")
 _ORDERED = frozenset(["tuple", "matrix", "determinant"])
@@ -178,11 +178,13 @@ def _same_lists(answer: Form, gold: Form, leaf: Leaf) -> bool:
     if {answer.kind, gold.kind} & _ORDERED and "union" not in (*answer.details, *gold.details):
         return False
     members, left = _members(answer), _members(gold)
-    if len(members) != len(left) or len(members) > MAX_PARTS:
+    if len(members) != len(left):
         return False
     named, gold_named = dict(members), dict(left)
     if named.keys() == gold_named.keys() and len(named) == len(left) > 1:
         return _all_same(named.values(), [gold_named[name] for name in named], leaf)
+    if len(members) > MAX_PARTS:
+        return _all_same([part for _, part in members], [part for _, part in left], leaf)
     for _, part in members:
         results = [compare(part, other, leaf) for _, other in left]
         if True not in results:

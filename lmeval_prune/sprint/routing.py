@@ -32,7 +32,7 @@ class Routing(HeadRouter):
         self._about: dict[str, Any] = {"policy": self.source, "seed": self._seed}  # for the results file
         self.model: dict[str, Any] = {}  # identity of the model that the router or the outcomes were made for
         self._training_questions: frozenset[str] = frozenset()  # digests of the questions that the policy was made from
-        self._repeated: set[str] = set()  # of these, what this run answers
+        self._repeated: set[str] = set()  # those of them that this run has answered
         tasks: dict[str, Any] = {}  # settings of the tasks of the outcomes
         if arguments.router_pool and self.source != "random":
             raise InputError(f"router_pool is for router=random; router={self.source} has another pool")
@@ -54,14 +54,14 @@ class Routing(HeadRouter):
                 self.policy = best(outcomes) if self.source == "best" else oracle(outcomes)
             if self.source == "oracle":
                 self._about["outcomes"] = digest(np.nan_to_num(outcomes.z, nan=-1).tolist())  # tells runs apart
-            if self.source not in ("random", "oracle"):  # one reads no outcomes, and nobody takes the other for a test
+            if self.source not in ("random", "oracle"):  # `random` reads no outcomes; nobody takes the oracle for one
                 self._training_questions = frozenset(map(digest, outcomes.texts))
                 for warning in outcomes.warnings:
                     logger.warning("%s: %s", arguments.router_store, warning)
         self.question_field = arguments.question_field or question_field(tasks) or "question"
 
     def fit_to(self, model_map: ModelMap, weights: str | None, interventions: list[Any]) -> None:
-        """Check that the router or its outcomes were made for this model."""
+        """Check that the router or its outcomes were made for this model; make the policy of a `router_pool`."""
         if self.model and not self.allow_other_model:
             subject = f"router={self.source} was made for"
             fix = "fit one for this model, or give allow_other_model=true if it fits"

@@ -322,7 +322,8 @@ def test_files_that_change_after_cells_were_named_change_nothing(
         (tmp_path / "task" / "prompts.py").write_text(code)
 
     prune = {"method": "flap", "ratio": 0.3, "text": str(text), "windows": 4, "tokens": 16}
-    variants = {"mask": {"mask": str(mask)}, "plan": {"prepare": {"prune": prune}}}
+    variants: Any = {"mask": {"mask": str(mask)}, "plan": {"prepare": {"prune": prune}}}
+    variants |= {"both": {**variants["mask"], **variants["plan"]}}
     tasks = [str(tmp_path / "task" / "mine.yaml")]
     grid = Grid.of(described(tiny_folder, variants=variants, tasks=tasks, baseline=None, distance=1))
     write(0)

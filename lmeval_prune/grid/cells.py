@@ -29,6 +29,8 @@ from lmeval_prune.grid.configuration import Grid, GridTask, Variant
 from lmeval_prune.grid.folder import Kind
 from lmeval_prune.grid.preparations import Preparation, calibration_source, make_preparation
 from lmeval_prune.grid.task_identity import TaskIdentity, identify
+from lmeval_prune.interventions.applied import combined
+from lmeval_prune.interventions.table import METHODS
 from lmeval_prune.models.arguments import ROUTER_ARGUMENTS, Arguments
 from lmeval_prune.models.head_router import POLICIES
 from lmeval_prune.models.identity import SERVED_ANSWERING, Checkpoint, argument_identity, code_versions
@@ -77,8 +79,20 @@ class Cell:
         return arguments
 
     def parsed(self, preparations: Path) -> Arguments:
-        """Return `arguments`, or those with the preparation's result, which is read now."""
-        return Arguments.of(self.model_args(preparations)) if self.preparation else self.arguments
+        """Return `arguments`, with the preparation's result; files of the variant were read when the cell was named."""
+        if not self.preparation:
+            return self.arguments
+        result = self.preparation.model_args(preparations / self.prepared)
+        read = {*METHODS, "mask", *ROUTER_ARGUMENTS} & self.variant.model_args.keys() - result.keys()
+        values = {name: value for name, value in self.model_args(preparations).items() if name not in read}
+        made = Arguments.of(values)
+        router = made.router or self.arguments.router
+        return replace(
+            made,
+            interventions=combined([*self.arguments.interventions, *made.interventions]),
+            router=router,
+            deterministic=values.get("deterministic") if router else made.deterministic,
+        )
 
     def evaluation_arguments(self, documents: int = 0) -> dict[str, Any]:
         """Return the arguments of `simple_evaluate`, for at most a number of documents of each task if it is not 0."""

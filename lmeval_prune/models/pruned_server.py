@@ -502,6 +502,8 @@ class PrunedServerLM(PrunedLM, LocalCompletionsAPI):
         tokens = [*context, *continuation][-self.max_length :]
         length = len(tokens) - len(continuation)
         name = f"the text that ends in {''.join(texts)[-60:]!r}" if texts else "a text"
+        if length < 1:  # else only an assertion of lm-eval's
+            raise InputError(f"{name}: {len(continuation)} tokens are too many for max_length={self.max_length}")
         payload = {"prompt": tokens, "max_tokens": 1, "temperature": 0, "logprobs": 1, "echo": True}
         payload |= {"return_tokens_as_token_ids": True}  # different tokens can have the same text
 

@@ -15,7 +15,7 @@ FOLDERS = {
         "lmeval-prune athena train --config configs/athena/minilm.yaml",
         "fa3da2a7",
     ),
-    "compare": ("Two seeds of one model", "lmeval-prune compare out/seed1 out/seed2", "899734ca"),
+    "compare": ("Notes on comparisons, and two seeds of one model", "lmeval-prune compare out/seed1 out/seed2", "899734ca"),
     "sprint_race": (
         "A race against sampling, planned",
         "python benchmarks/sprint_race.py",
@@ -35,8 +35,8 @@ FOLDERS = {
     ),
     "grid": (
         "A grid",
-        "lmeval-prune grid run configs/grid/smollm2.yaml --output out/smollm2; lmeval-prune grid compare out/smollm2",
-        "bced8ef4 (table and picture 21b15247)",
+        "lmeval-prune grid run configs/grid/packaged.yaml --output out/packaged; lmeval-prune grid compare out/packaged",
+        "c14737e6",
     ),
     "pruning": (
         "Heads, groups and channels by several scores",

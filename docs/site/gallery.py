@@ -15,7 +15,7 @@ FOLDERS = {
         "lmeval-prune athena train --config configs/athena/minilm.yaml",
         "fa3da2a7",
     ),
-    "compare": ("Notes on comparisons, and two seeds of one model", "lmeval-prune compare out/seed1 out/seed2", "899734ca"),
+    "compare": ("Notes on comparisons, two seeds of one model", "lmeval-prune compare out/seed1 out/seed2", "899734ca"),
     "sprint_race": (
         "A race against sampling, planned",
         "python benchmarks/sprint_race.py",
@@ -35,7 +35,7 @@ FOLDERS = {
     ),
     "grid": (
         "A grid",
-        "lmeval-prune grid run configs/grid/packaged.yaml --output out/packaged; lmeval-prune grid compare out/packaged",
+        "lmeval-prune grid run configs/grid/packaged.yaml --output out/p; lmeval-prune grid compare out/p",
         "c14737e6",
     ),
     "pruning": (

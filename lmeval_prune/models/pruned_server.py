@@ -361,6 +361,7 @@ class PrunedServerLM(PrunedLM, LocalCompletionsAPI):
     async def amodel_call(self, session: Any, sem: Any, messages: list[Any], **_: Any) -> list[Any]:
         """Send a request; lm-eval calls this again, up to `max_retries` times, if it raises an error."""
         (request,) = messages
+        asyncio.get_running_loop().set_exception_handler(lambda *_: None)  # it prints a traceback of each that fails
         async with sem:  # before the payload is built
             if self._stopped:
                 return [None]

@@ -34,8 +34,9 @@ def documents_digest(*parts: Sequence[Document]) -> str:
 
 def other_folds(data: str, test: str | None) -> list[str]:
     from lmeval_prune.tasks.data import DATA
+    from lmeval_prune.tasks.splits import split_names
 
-    return [name for name in DATA[data].splits if name.startswith("fold") and name != test]
+    return [name for name in DATA[data].splits if name.startswith("fold") and name not in split_names(test or "")]
 
 
 def drop_test_questions(rows: Iterable[Document], test: Iterable[Document], test_name: str) -> tuple[list[Any], int]:

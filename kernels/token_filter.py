@@ -12,7 +12,17 @@ import numpy as np
 import torch
 
 from lmeval_prune.kernels.dispatch import launch_on, needs_gradients, on_device, too_wide, use_kernel
-from lmeval_prune.kernels.token_filter_memory import Memory, Rule
+from lmeval_prune.kernels.token_filter_memory import (
+    COUNT,
+    DEVIATIONS,
+    MEAN,
+    SCORED,
+    SKIPPED,
+    THRESHOLD,
+    UNENDING,
+    Memory,
+    Rule,
+)
 
 MAX_NUMBERS = 2**15  # numbers in a token's keys or values that one program can hold
 CHUNK = 64  # tokens in a chunk
@@ -34,13 +44,15 @@ def decide(key: torch.Tensor, value: torch.Tensor, valid: torch.Tensor, memory: 
     rows, _, tokens, _ = key.shape
     if not rows or not tokens:
         return valid.clone()
-    is_on_device = on_device(key)
-    if is_on_device and tokens == 1 and use_kernel("decide", key, _too_large(key, value)):
+    rule, is_on_device = rule.of_pass(tokens), on_device(key)
+    if is_on_device and tokens == 1 and use_kernel("decide", key, _unsupported(key, value, rule)):
         return _launch(key, value, valid, memory, rule)
     from lmeval_prune.kernels import token_filter_compiled as compiled  # numba takes a while to import
 
     is_token = _array(valid, torch.bool)
-    if is_on_device:
+    if rule.similarity == "random":
+        scores = _random_scores(is_token, _array(memory.states[:, COUNT], torch.long), rule)
+    elif is_on_device:
         scores = _array(similarities(key, value, valid, memory, rule))
     else:
         anchors = memory.started.numpy(), memory.anchor_key.numpy(), memory.anchor_value.numpy()
@@ -51,6 +63,8 @@ def decide(key: torch.Tensor, value: torch.Tensor, valid: torch.Tensor, memory: 
     skipped = compiled.thresholds(
         scores, is_token, states.numpy(), rule.share, rule.step_size, rule.warmup, rule.quantile
     )
+    if rule.warmup == UNENDING:
+        _begin_answers(states.numpy(), rule)
     if memory.states.is_cuda:
         memory.states.copy_(states)
     return torch.from_numpy(skipped).to(key.device)
@@ -83,8 +97,9 @@ def decide_and_store(
     Returns:
         (rows, 1), true for skipped or padding. None, without a change, if the kernel does not support this.
     """
+    rule = rule.of_pass(1)
     types = None if store[0].dtype == key.dtype == value.dtype == store[1].dtype else "the store has another type"
-    if use_kernel("decide and store", key, _too_large(key, value), types, needs_gradients(key, value)):
+    if use_kernel("decide and store", key, _unsupported(key, value, rule), types, needs_gradients(key, value)):
         return _launch(key, value, valid, memory, rule, store, position, keep_skipped)
     return None
 
@@ -109,11 +124,35 @@ def _array(tensor: torch.Tensor, dtype: torch.dtype = torch.float64) -> np.ndarr
     return tensor.detach().to("cpu", dtype).contiguous().numpy()
 
 
-def _too_large(key: torch.Tensor, value: torch.Tensor) -> str | None:
+def _unsupported(key: torch.Tensor, value: torch.Tensor, rule: Rule) -> str | None:
+    if rule.similarity == "random":
+        return "similarity=random is drawn on the CPU"
     numbers = key.shape[1] * max(key.shape[-1], value.shape[-1])
     return too_wide(key.shape[-1], value.shape[-1]) or (
         f"a token has {numbers} numbers, more than {MAX_NUMBERS}" if numbers > MAX_NUMBERS else None
     )
+
+
+def _random_scores(valid: np.ndarray, counts: np.ndarray, rule: Rule) -> np.ndarray:
+    """Return the standard normal number of each token by its position in the sequence, (rows, tokens)."""
+    positions = np.maximum(counts[:, None] + valid.cumsum(1) - 1, 0)
+    return _normals(rule.seed, rule.layer, int(positions.max()).bit_length())[positions]
+
+
+@cache
+def _normals(seed: int, layer: int, bits: int) -> np.ndarray:
+    return np.random.default_rng([seed, layer]).standard_normal(2**bits)  # a longer draw begins with the shorter one
+
+
+def _begin_answers(states: np.ndarray, rule: Rule) -> None:
+    """Set the first thresholds of answers from the similarities of their prompts, and count from here."""
+    if np.isinf(rule.quantile) or rule.similarity == "random":  # whose numbers have mean 0 and variance 1
+        states[:, THRESHOLD] = rule.quantile
+    else:
+        scored = states[states[:, SCORED] > 0]
+        deviations = np.sqrt(scored[:, DEVIATIONS] / scored[:, SCORED])
+        states[states[:, SCORED] > 0, THRESHOLD] = scored[:, MEAN] + deviations * rule.quantile
+    states[:, [COUNT, SKIPPED]] = 0
 
 
 # ---------------------------------------------------------------------- similarities of many tokens

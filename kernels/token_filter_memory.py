@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from statistics import NormalDist
 
@@ -12,7 +12,8 @@ import torch
 # Columns of a state. Similarities of the warm-up are stored as their number, mean, and sum of squared deviations.
 THRESHOLD, COUNT, SKIPPED, SCORED, MEAN, DEVIATIONS = range(6)
 COLUMNS = 6
-SIMILARITIES = ("kv", "key", "value")
+SIMILARITIES = ("kv", "key", "value", "random")
+UNENDING = 2**62  # a warm-up of so many tokens
 
 
 @dataclass(frozen=True)
@@ -21,13 +22,16 @@ class Rule:
 
     Attributes:
         share: target share of skipped tokens, 0 to 1: `P_tail` in eq. 3.
-        similarity: the vectors compared with their anchors: `kv`, `key` or `value`.
+        similarity: the vectors compared with their anchors: `kv`, `key` or `value`; or `random` numbers in their place.
         fusion: `inverse_variance`, or `as_printed` in eq. 1.
         step_size: of the threshold's feedback, eq. 4.
         smoothing: weight of the old anchor in the moving average.
         warmup: number of first tokens that never skip; their similarities set the first threshold.
         initial: the first threshold, in standard deviations from the mean similarity of the warm-up. Default: the value
             that `share` of a normal distribution exceeds.
+        phase: `all`; `decode`: no token of a pass of several tokens skips, all of them are the warm-up, and eq. 4 counts
+            the tokens that are decoded after them.
+        seed, layer: of `random`.
     """
 
     share: float
@@ -37,6 +41,9 @@ class Rule:
     smoothing: float = 0.9
     warmup: int = 16
     initial: float | None = None
+    phase: str = "all"
+    seed: int = 0
+    layer: int = 0
 
     @cached_property
     def quantile(self) -> float:
@@ -50,6 +57,10 @@ class Rule:
     @cached_property
     def kind(self) -> int:
         return SIMILARITIES.index(self.similarity)
+
+    def of_pass(self, tokens: int) -> Rule:
+        """Return the rule of a pass of so many tokens."""
+        return self if self.phase == "all" else replace(self, warmup=UNENDING if tokens > 1 else 0)
 
     @property
     def as_printed(self) -> bool:

@@ -11,6 +11,7 @@ import math
 from dataclasses import dataclass, field
 from statistics import NormalDist
 
+import numpy as np
 import torch
 
 from lmeval_prune.kernels.token_filter_memory import Rule
@@ -34,9 +35,12 @@ def cosine(a: torch.Tensor, b: torch.Tensor) -> float:
     return float(a @ b) / length if length else 0.0
 
 
-def similarity(key: torch.Tensor, value: torch.Tensor, state: State, rule: Rule) -> float:
-    """Return S of a token from its keys and values, (key-value heads, width) each; eqs. 1 and 2."""
-    assert state.anchor_key is not None and state.anchor_value is not None
+def similarity(key: torch.Tensor, value: torch.Tensor, state: State, rule: Rule) -> float | None:
+    """Return S of a token from its keys and values, (key-value heads, width) each; eqs. 1 and 2; None of the first."""
+    if rule.similarity == "random":
+        return float(np.random.default_rng([rule.seed, rule.layer]).standard_normal(state.count + 1)[state.count])
+    if state.anchor_key is None or state.anchor_value is None:
+        return None
     cosines_k = [cosine(k, anchor) for k, anchor in zip(key, state.anchor_key, strict=True)]
     cosines_v = [cosine(v, anchor) for v, anchor in zip(value, state.anchor_value, strict=True)]
     heads = len(cosines_k)
@@ -54,24 +58,34 @@ def similarity(key: torch.Tensor, value: torch.Tensor, state: State, rule: Rule)
     return alpha * s_k + (1 - alpha) * s_v
 
 
-def decide(key: torch.Tensor, value: torch.Tensor, state: State, rule: Rule) -> bool:
-    """Return whether a token skips; update the anchors, the counts and the threshold."""
-    skip = False
+def decide(key: torch.Tensor, value: torch.Tensor, state: State, rule: Rule, in_prompt: bool = False) -> bool:
+    """Return whether a token skips; update the anchors, the counts and the threshold.
+
+    With `phase="decode"`, tokens of the prompt never skip, and the counts begin after it.
+    """
+    warmup = 0 if rule.phase == "decode" else rule.warmup
+    score, skip = similarity(key, value, state, rule), False
     if state.anchor_key is None or state.anchor_value is None:
         state.anchor_key, state.anchor_value = key, value
     else:
-        score = similarity(key, value, state, rule)
-        if state.count < rule.warmup:
-            state.warmup_scores.append(score)
-        else:
-            skip = score > state.threshold
         state.anchor_key = rule.smoothing * state.anchor_key + (1 - rule.smoothing) * key
         state.anchor_value = rule.smoothing * state.anchor_value + (1 - rule.smoothing) * value
+    if in_prompt:
+        state.warmup_scores += [score] if score is not None else []
+        if rule.similarity == "random":  # of mean 0 and variance 1
+            state.threshold = -NormalDist().inv_cdf(rule.share)
+        elif state.warmup_scores or rule.share in (0, 1):
+            state.threshold = first_threshold(state.warmup_scores, rule.share)
+        return False
+    if state.count >= warmup:
+        skip = score is not None and score > state.threshold
+    elif score is not None:
+        state.warmup_scores.append(score)
     state.count += 1
     state.skipped += skip
-    if state.count == rule.warmup and (state.warmup_scores or rule.share in (0, 1)):
+    if state.count == warmup and (state.warmup_scores or rule.share in (0, 1)):
         state.threshold = first_threshold(state.warmup_scores, rule.share)
-    if state.count > rule.warmup:
+    if state.count > warmup:
         state.threshold += rule.step_size * (state.skipped / state.count - rule.share)  # eq. 4
     return skip
 

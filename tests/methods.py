@@ -75,7 +75,7 @@ ROWS = [
             (0.6, "give ratio up to 0.5, or a larger tail"),
             (1.5, "at least 0 and at most 1"),
             ({"ratio": 0.2, "tail": 2}, "at most 1"),
-            ({"ratio": 0.2, "similarity": "cosine"}, "must be kv, key or value"),
+            ({"ratio": 0.2, "similarity": "cosine"}, "must be kv, key, value or random"),
             ({"ratio": 0.2, "rate": 1}, "no setting"),
             ({"tail": 0.5}, "ratio"),
         ),

@@ -26,7 +26,7 @@ from lmeval_prune.comparison.compare import compare
 from lmeval_prune.comparison.report import write
 from lmeval_prune.comparison.samples import AGGREGATIONS, DEFAULT_AGGREGATIONS, Metric
 from lmeval_prune.comparison.tables import POOLED, Table, _linearized, rows_of
-from lmeval_prune.reporting.statistics import difference_interval, holm, sign_flip_test
+from lmeval_prune.reporting.statistics import difference_interval, holm, noninferiority_test, sign_flip_test
 from tests.conftest import ROOT
 from tests.lm_eval_runs import evaluate, write_tasks
 
@@ -142,6 +142,21 @@ def test_two_seeds_of_one_model_do_not_differ(runs: dict[str, Path]) -> None:
     row = comparison.rows["b", "tiny_words"]
     assert row.better + row.worse > 0  # the answers do differ
     assert compare(words(runs, "ac")).rows["c", "tiny_texts"].p_holm < 0.05
+
+
+def test_a_margin_is_tested_where_answers_are_right_or_wrong(
+    runs: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["compare", *words(runs, "ab"), "--margin", "50", "--output", str(tmp_path)]) == 0
+    assert "p margin" in capsys.readouterr().out
+    rows = [row for row in json.loads((tmp_path / "comparison.json").read_text())["rows"] if row["p"] is not None]
+    for row in rows:
+        if row["test"] != "McNemar":
+            assert row["p_margin"] is None
+            continue
+        better, worse = np.array(row["better"]), np.array(row["worse"])
+        assert row["p_margin"] == pytest.approx(float(noninferiority_test(better, worse, row["questions"], 0.5)))
+    assert {row["p_margin"] is None for row in rows} == {False, True}
 
 
 def test_perplexities_against_a_literal_reading(runs: dict[str, Path]) -> None:

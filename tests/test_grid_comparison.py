@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from scipy import stats
+from scipy.special import xlogy
 
 from lmeval_prune import InputError
 from lmeval_prune.artefacts import digest, file_name, new_folder, write_artefact
@@ -28,6 +29,7 @@ from lmeval_prune.reporting.statistics import (
     mcnemar_power,
     mcnemar_test,
     mean_interval,
+    noninferiority_test,
     pareto,
     sign_flip_test,
 )
@@ -43,6 +45,22 @@ def test_mcnemar_by_brute_force() -> None:
         n = better + worse
         ways = [abs(2 * sum(way) - n) >= abs(better - worse) for way in itertools.product((0, 1), repeat=n)]
         assert mcnemar_test(np.array([better]), np.array([worse]))[0] == pytest.approx(np.mean(ways))
+
+
+@pytest.mark.parametrize(("better", "worse"), [(0, 0), (3, 9), (12, 2), (40, 55), (0, 25)])
+def test_the_test_of_a_margin_against_the_likeliest_shares_on_a_grid(better: int, worse: int) -> None:
+    """Tango's score test: the shares of the three outcomes that are likeliest, given that the variant loses 5 points."""
+    questions, margin = 200, 0.05
+    worse_shares = np.linspace(margin + 1e-9, (1 + margin) / 2 - 1e-9, 200_001)
+    better_shares = worse_shares - margin
+    same = questions - better - worse
+    likelihood = xlogy(better, better_shares) + xlogy(worse, worse_shares)
+    likelihood += xlogy(same, 1 - better_shares - worse_shares)
+    most = likelihood.argmax()
+    variance = (better_shares[most] + worse_shares[most] - margin**2) / questions
+    z = ((better - worse) / questions + margin) / variance**0.5
+    p = noninferiority_test(np.array(better), np.array(worse), questions, margin)
+    assert float(p) == pytest.approx(stats.norm.sf(z), abs=1e-4)
 
 
 def test_holm_by_its_definition() -> None:

@@ -6,6 +6,7 @@ import copy
 import json
 import random
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ OPTIONS = [
     {"ratio": 0.3},
     {"ratio": 0.6, "similarity": "key"},
     {"ratio": 0.3, "similarity": "value"},
+    {"ratio": 0.4, "similarity": "random", "seed": 1},
     {"ratio": 0.3, "fusion": "as_printed"},
     {"ratio": 0.3, "smoothing": 0.5},
     {"ratio": 0.3, "warmup": 1},
@@ -100,33 +102,41 @@ def test_decisions_are_the_references(case: tuple[Any, ...]) -> None:
         assert actual[row, start:].tolist() == expected and not actual[row, :start].any()
         assert float(memory.states[row, THRESHOLD]) == pytest.approx(state.threshold, abs=1e-9)
         assert memory.states[row, [COUNT, SKIPPED]].tolist() == [state.count, state.skipped]
-        if state.anchor_key is not None:
+        if state.anchor_key is not None and similarity != "random":  # which needs no anchors
             torch.testing.assert_close(memory.anchor_key[row], state.anchor_key, rtol=0, atol=1e-12)
 
 
 # --------------------------------------------------------------------------- attention
 
 
-def reference(model: Any, token_filter: TokenFilter, stack: ExitStack) -> None:
-    """Apply the literal filter to whole texts without a cache, row by row, token by token."""
+def reference(model: Any, token_filter: TokenFilter, stack: ExitStack, prompt: int = 0) -> None:
+    """Apply the literal filter to whole texts without a cache, row by row, token by token.
+
+    With `phase="decode"`, the first `prompt` tokens are the prompt.
+    """
     model_map = map_model(model)
     labels = {layer.label for layer in token_filter.layers(model_map)}
-    rule = Rule(
+    shared = Rule(
         token_filter.share(model_map),
         token_filter.similarity,
         token_filter.fusion,
         token_filter.step_size,
         token_filter.smoothing,
         token_filter.warmup,
+        phase=token_filter.phase,
+        seed=token_filter.seed,
     )
 
     def handle(call: Any, attend: Any) -> Any:
         if call.layer.label not in labels:
             return attend(call)
-        rows = []
+        rows, rule = [], replace(shared, layer=call.layer.index)
         for query, key, value in zip(call.query, call.key, call.value, strict=True):
             state = literal.State()
-            skipped = [literal.decide(key[:, t], value[:, t], state, rule) for t in range(key.shape[1])]
+            skipped = [
+                literal.decide(key[:, t], value[:, t], state, rule, in_prompt=rule.phase == "decode" and t < prompt)
+                for t in range(key.shape[1])
+            ]
             window = call.options.get("sliding_window")
             rows.append(
                 literal.attention(
@@ -157,6 +167,26 @@ def test_a_filtered_model_is_the_references(family: str, changes: dict[str, Any]
     with token_filter.applied_to(model):
         torch.testing.assert_close(output(model, inputs), expected, rtol=0, atol=1e-9)
     assert (expected - output(model, inputs)).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("chunks", [[9], [4, 5]], ids=str)
+@pytest.mark.parametrize("similarity", ["kv", "random"])
+def test_with_phase_decode_the_prompt_is_kept_and_its_similarities_set_the_threshold(
+    similarity: str, chunks: list[int]
+) -> None:
+    model, inputs = tiny("llama"), tokens(rows=2, length=24)
+    token_filter = quick_filter(ratio=0.4, similarity=similarity, phase="decode")
+    with ExitStack() as stack:
+        reference(model, token_filter, stack, prompt=9)
+        expected = output(model, inputs)
+    cache, parts = DynamicCache(config=model.config), []
+    with token_filter.applied_to(model), torch.no_grad():
+        for part in inputs.split([*chunks, *[1] * 15], dim=1):
+            parts.append(model(part, past_key_values=cache, use_cache=True).logits)
+        counts = token_filter.counts
+    torch.testing.assert_close(torch.cat(parts, 1), expected, rtol=0, atol=1e-9)
+    torch.testing.assert_close(expected[:, :9], output(model, inputs)[:, :9], rtol=0, atol=1e-9)
+    assert all(0 < count["skipped"] <= 30 for count in counts.values())
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])

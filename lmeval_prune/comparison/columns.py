@@ -92,8 +92,16 @@ TESTED = (
         text=lambda row: change(row, row.detectable).lstrip("+") or ("none" if row.better is not None else ""),
     ),
 )
+MARGIN = Column(
+    "p_margin",
+    "p margin",
+    "of the hypothesis that the variant loses the margin or more, by Tango's score test, not corrected for several "
+    "tests: below 0.05 it loses less",
+    4,
+)
 # Fields of the summaries in `distance.py`, and the lengths of answers.
 MEASURED = (
+    MARGIN,
     Column(
         "mean_kld",
         "mean KLD",

@@ -22,6 +22,7 @@ def compare(
     allow_different: tuple[Literal["questions", "prompts", "settings"], ...] = (),
     without_texts: tuple[str, ...] = (),
     seed: int = 0,
+    margin: float | None = None,
 ) -> int:
     """Compare runs of `lm_eval --log_samples` with a baseline, question by question, in tables and on a page.
 
@@ -36,10 +37,11 @@ def compare(
         allow_different: questions, prompts or settings: compare though they differ
         without_texts: tasks whose questions and answers are left out of the page
         seed: seed of the tests
+        margin: points; test, too, that a variant loses fewer of right and wrong answers
     """
     from lmeval_prune.comparison.compare import compare as compare_runs
 
-    comparison = compare_runs(runs, baseline, tasks, metric, by, allow_different, seed)
+    comparison = compare_runs(runs, baseline, tasks, metric, by, allow_different, seed, margin)
     return write_report(comparison, Path(output), without_texts)
 
 

@@ -27,6 +27,7 @@ def compare(
     by: Sequence[str] = (),
     allow_different: Collection[Kind] = (),
     seed: int = 0,
+    margin: float | None = None,
 ) -> Comparison:
     """Compare runs with a baseline; arguments as for the command `compare`.
 
@@ -43,7 +44,7 @@ def compare(
     if baseline not in runs:
         raise InputError(f"there is no run {baseline!r} for the baseline; the runs are {first_few(runs)}")
     base = runs.pop(baseline)
-    comparison = compare_runs([base, *runs.values()], tasks, metric, by, allow_different, seed)
+    comparison = compare_runs([base, *runs.values()], tasks, metric, by, allow_different, seed, margin=margin)
     about = {run.name: run.about() for run in (base, *runs.values())}
     return replace(comparison, title=f"{first_few(runs, most=3)} against {base.name}", about=about)
 
@@ -56,6 +57,7 @@ def compare_runs(
     allow_different: Collection[Kind] = (),
     seed: int = 0,
     measured: Mapping[tuple[str, str], Mapping[str, Any]] | None = None,
+    margin: float | None = None,
 ) -> Comparison:
     """Compare runs with the first of them, the baseline.
 
@@ -80,7 +82,7 @@ def compare_runs(
     for task, by_run in evaluations.items():
         _align(task, by_run, allow_different, notes)
     tables = _tables(evaluations, base, names, metric, by, table_notes)
-    rows = rows_of(tables, base.name, seed)
+    rows = rows_of(tables, base.name, seed, margin)
     for run in runs:
         for task in [task for task in tables if (run.name, task) in rows]:
             row = rows[run.name, task]

@@ -16,7 +16,7 @@ from markdown_it import MarkdownIt
 from markupsafe import Markup
 
 from lmeval_prune.artefacts import CREATED_BY, without_nan, write_text
-from lmeval_prune.comparison.columns import COSTS, MEASURED, TESTED, cost_range, level
+from lmeval_prune.comparison.columns import COSTS, MARGIN, MEASURED, TESTED, cost_range, level
 from lmeval_prune.comparison.tables import POOLED, Comparison, Row
 from lmeval_prune.errors import InputError, did_you_mean, first_few
 from lmeval_prune.reporting.documents import bold, csv, markdown, render
@@ -110,8 +110,11 @@ def summary_table(comparison: Comparison) -> str:
         metric = "; ".join(comparison.tables[row.task].columns)
         baseline = level(row, comparison.rows[comparison.baseline, row.task].mean)
         rows.append({"task": row.task, "metric": metric, **_cells(row), "baseline": baseline})
+        rows[-1] |= {MARGIN.title: MARGIN.measured(row.measured)} if MARGIN.key in row.measured else {}
     texts = ["task", "metric", "variant"]
-    return markdown(pd.DataFrame(rows, columns=[*texts, "questions", "baseline", *(c.title for c in TESTED)]), texts)
+    columns = [*texts, "questions", "baseline", *(c.title for c in TESTED)]
+    columns += [MARGIN.title] if _any_has(tested, MARGIN.key) else []
+    return markdown(pd.DataFrame(rows, columns=columns).fillna(""), texts)
 
 
 def task_table(comparison: Comparison, task: str) -> str:

@@ -16,6 +16,7 @@ from lmeval_prune.reporting.statistics import (
     holm,
     mcnemar_test,
     mean_interval,
+    noninferiority_test,
     sign_flip_test,
 )
 
@@ -154,8 +155,10 @@ class Comparison:
         return {task: table for task, table in self.tables.items() if len(table.numbers)}
 
 
-def rows_of(tables: Mapping[str, Table], baseline: str, seed: int) -> dict[tuple[str, str], Row]:
-    """Return the rows of all tables, by variant and task.
+def rows_of(
+    tables: Mapping[str, Table], baseline: str, seed: int, margin: float | None = None
+) -> dict[tuple[str, str], Row]:
+    """Return the rows of all tables, by variant and task; `margin` is a loss in points to test against.
 
     Holm's correction is for all tests of the tables that are no parts, and of those that are.
     """
@@ -168,6 +171,10 @@ def rows_of(tables: Mapping[str, Table], baseline: str, seed: int) -> dict[tuple
         for (row, _), adjusted in zip(tested, holm([p for _, p in tested]), strict=True):
             row.p_holm = adjusted
         rows |= {(row.variant, row.task): row for row in own}
+    for row in rows.values():
+        if margin and row.test == "McNemar":
+            better, worse = np.array(row.better), np.array(row.worse)
+            row.measured["p_margin"] = float(noninferiority_test(better, worse, row.questions, margin / 100))
     return {(name, task): rows[name, task] for task, table in tables.items() for name in table.variants}
 
 

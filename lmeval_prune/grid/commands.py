@@ -61,6 +61,7 @@ def compare(
     output: str | None = None,
     without_texts: tuple[str, ...] = (),
     seed: int = 0,
+    margin: float | None = None,
 ) -> int:
     """Compare a grid's variants with a baseline, question by question, in tables and on a page.
 
@@ -70,6 +71,7 @@ def compare(
         output: folder for the tables and the page (default: `compare` in the grid's folder)
         without_texts: tasks whose questions and answers are left out of the page, for licences that forbid publishing
         seed: seed of the tests
+        margin: points; test, too, that a variant loses fewer of right and wrong answers
     """
     from pathlib import Path
 
@@ -79,4 +81,4 @@ def compare(
 
     target = Path(output or Path(folder) / "compare")
     with output_lock(target):
-        return write_report(compare_grid(folder, baseline, seed), target, without_texts)
+        return write_report(compare_grid(folder, baseline, seed, margin), target, without_texts)

@@ -18,7 +18,9 @@ from lmeval_prune.grid.folder import GridFolder, check_name, reason_missing
 DISTANCES = ("mean_kld", "same_top", "same_answers", "first_difference")  # of the summary of a cell
 
 
-def compare_grid(path: str | Path, baseline: str | None = None, seed: int = 0) -> Comparison:
+def compare_grid(
+    path: str | Path, baseline: str | None = None, seed: int = 0, margin: float | None = None
+) -> Comparison:
     """Compare the cells that are done with a baseline, by default the grid's baseline, else its first variant."""
     folder = GridFolder(path)
     contents, failures = folder.read(), folder.failures()
@@ -51,6 +53,7 @@ def compare_grid(path: str | Path, baseline: str | None = None, seed: int = 0) -
         allow_different=("prompts", "settings"),
         seed=seed,
         measured=measured,
+        margin=margin,
     )
     costs = {run.name: dict[str, Any]() for run in runs}
     for (variant, _), entry in cells.items():

@@ -25,7 +25,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, Dynam
 
 from lmeval_prune.architectures import AttentionLayer, ModelMap
 from lmeval_prune.attributes import replaced
-from lmeval_prune.config import Count, Positive, Share
+from lmeval_prune.config import Count, Positive, Seed, Share
 from lmeval_prune.errors import InputError
 from lmeval_prune.interventions.attention_call import (
     Attend,
@@ -58,7 +58,8 @@ class TokenFilter(Intervention):
         ratio: share of tokens × layers of the whole model to skip: `P_global` in the paper's eq. 3.
         tail: share of the layers that filter: `Y` in eq. 3. Each skips `ratio / tail` of its tokens.
         focus: layers that filter: the last (`tail`), the first (`head`), or all (`uniform`; `tail` has no effect).
-        similarity: of keys (`key`), of values (`value`), or of keys and values fused (`kv`).
+        similarity: of keys (`key`), of values (`value`), or of keys and values fused (`kv`); or a normal random number
+            by layer and position (`random`), the method's control at the same share.
         fusion: `inverse_variance`: the similarity with the smaller variance over heads weighs more, as in the paper's
             text; `as_printed`: its eq. 1.
         state: `request`: each sequence has its own threshold; `run`: all sequences of a layer share one, so that
@@ -66,6 +67,9 @@ class TokenFilter(Intervention):
         step_size: of the threshold's feedback, eq. 4.
         smoothing: weight of the old anchor in the moving average.
         warmup: number of first tokens that never skip; their similarities set the first threshold.
+        phase: `all` tokens can skip; `decode`: only tokens that are decoded one by one, so that the prompt is kept. The
+            prompt is then the warm-up, and `ratio` is the share of the answer's tokens.
+        seed: of `random`.
         keep_skipped_kv: later tokens attend to skipped tokens; the cache is then as large as without a filter.
         attention: the attention handler of an applied filter.
     """
@@ -74,12 +78,14 @@ class TokenFilter(Intervention):
     ratio: Share
     tail: Annotated[float, Interval(gt=0, le=1)] = 0.5
     focus: Literal["tail", "uniform", "head"] = "tail"
-    similarity: Literal["kv", "key", "value"] = "kv"
+    similarity: Literal["kv", "key", "value", "random"] = "kv"
     fusion: Literal["inverse_variance", "as_printed"] = "inverse_variance"
     state: Literal["request", "run"] = "request"
     step_size: Positive = 0.05
     smoothing: Share = 0.9
     warmup: Count = 16
+    phase: Literal["all", "decode"] = "all"
+    seed: Seed = 0
     keep_skipped_kv: bool = False
     attention: FilteredAttention | None = field(default=None, init=False, compare=False, repr=False)
 
@@ -113,7 +119,8 @@ class TokenFilter(Intervention):
             return
         if self.needs_order:
             logger.warning("token_filter.state=run: answers depend on the order of requests")
-        rule = Rule(self.share(model_map), self.similarity, self.fusion, self.step_size, self.smoothing, self.warmup)
+        names = ("similarity", "fusion", "step_size", "smoothing", "warmup", "phase", "seed")
+        rule = Rule(self.share(model_map), **{name: getattr(self, name) for name in names})
         attention = FilteredAttention(rule, self.needs_order, self.keep_skipped_kv)
         attention.attach(model_map, self.layers(model_map), stack)
         object.__setattr__(self, "attention", attention)
@@ -146,7 +153,7 @@ class TokenFilter(Intervention):
         # The threshold starts far below all similarities, so token 5 skips. Each step then adds `step_size` × (share of
         # skipped tokens − `share`): the sum of these differences, and with it the threshold, is far above 0 until token
         # 9, and far below 0 at token 10.
-        fixed = {"share": 0.1325, "step_size": 1e12, "warmup": 5, "initial": -1e9}
+        fixed = {"share": 0.1325, "step_size": 1e12, "warmup": 5, "initial": -1e9, "phase": "all", "similarity": "kv"}
         attention: Any = self.attention
         with (
             self.preserve_state(),
@@ -266,7 +273,8 @@ class FilteredAttention:
         cache.is_awaited, memory, valid = False, cache.begin(call.key, call.value), valid_tokens(call)
         if self.shared:
             memory = replace(memory, states=self.states.setdefault(label, fresh_states(1, call.key.device)))
-        absent = cache.store(call.key, call.value, valid, memory, self._totals(label, call.key.device))
+        totals = self._totals(label, call.key.device)
+        absent = cache.store(call.key, call.value, valid, memory, totals, self._rule(call))
         self.skipped[label] = absent & valid
         if valid.shape[1] == 1 and _uses_kernel(call, cache):
             return _decode(call, cache, absent[:, 0]), None
@@ -288,7 +296,7 @@ class FilteredAttention:
             tokens = slice(start, start + len(slots) * count)
             key, value = (x[0, :, tokens].unflatten(1, (-1, count)).transpose(0, 1) for x in (call.key, call.value))
             rows, valid = memory.rows(slots), torch.ones(len(slots), count, dtype=torch.bool, device=slots.device)
-            decisions.append(kernels.decide(key, value, valid, rows, self.rule).flatten())
+            decisions.append(kernels.decide(key, value, valid, rows, self._rule(call)).flatten())
             memory.write(slots, rows)
             start = tokens.stop
         skipped = torch.cat(decisions)
@@ -297,6 +305,9 @@ class FilteredAttention:
         query_mask = _and(~skipped, call.stored_mask if call.query_mask is None else call.query_mask)
         stored_mask = call.stored_mask if self.keep_skipped_kv else _and(~skipped, call.stored_mask)
         return attend(replace(call, stored_mask=stored_mask, query_mask=query_mask))
+
+    def _rule(self, call: AttentionCall) -> Rule:
+        return replace(self.rule, layer=call.layer.index)
 
     @torch.inference_mode(False)  # an inference tensor could not be updated outside of inference mode
     def _totals(self, label: str, device: torch.device) -> torch.Tensor:
@@ -433,14 +444,20 @@ class FilteredCacheLayer(CacheLayerMixin):
         return self.memory
 
     def store(
-        self, key: torch.Tensor, value: torch.Tensor, valid: torch.Tensor, memory: Memory, totals: torch.Tensor
+        self,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        valid: torch.Tensor,
+        memory: Memory,
+        totals: torch.Tensor,
+        rule: Rule,
     ) -> torch.Tensor:
         """Decide about new tokens, and store those that later tokens attend to.
 
         `key` and `value` are (rows, key-value heads, tokens, width), `valid` is (rows, tokens), false for padding.
         Updates `memory` and `totals`, (2,). Returns (rows, tokens), true for skipped tokens and padding.
         """
-        rule, keep_skipped, absent = self.owner.rule, self.owner.keep_skipped_kv, None
+        keep_skipped, absent = self.owner.keep_skipped_kv, None
         if valid.shape[1] == 1:
             self._reserve(1)
             store = self.keys, self.values, self.positions, self.lengths, totals

@@ -126,6 +126,24 @@ def mcnemar_test(better: np.ndarray, worse: np.ndarray) -> np.ndarray:
     return np.minimum(1.0, 2 * stats.binom.cdf(np.minimum(better, worse), differ, 0.5))
 
 
+def noninferiority_test(better: np.ndarray, worse: np.ndarray, questions: int, margin: float) -> np.ndarray:
+    """Return p-values of the hypothesis that a variant's share of right answers is `margin` lower, or more.
+
+    This is Tango's score test (1998) of paired shares, one-sided: if it is small, the variant loses less.
+
+    Args:
+        better, worse: as for `mcnemar_test`.
+        questions: number of all questions.
+        margin: between 0 and 1.
+    """
+    better, worse = np.asarray(better, float), np.asarray(worse, float)
+    # the likeliest share of questions that only the baseline answers, given that the variant loses the margin
+    linear = -better - worse - (2 * questions - better + worse) * margin
+    lost = (np.sqrt(linear**2 - 8 * questions * worse * margin * (1 + margin)) - linear) / (4 * questions)
+    variance = questions * (2 * lost - margin - margin**2)
+    return stats.norm.sf((better - worse + questions * margin) / np.sqrt(variance))
+
+
 def detectable(differences: np.ndarray, unit: float, level: float = _LEVEL) -> np.ndarray:
     """Return the smallest mean differences that the paired tests detect with a power of 0.8.
 

@@ -1,6 +1,6 @@
 """Time of the decoding engine against lm-eval's `hf`, one mask at a time at its best batch size.
 
-    python benchmarks/sweep_speed.py [--questions 64] [--threads 2] [--parts sweep,router,factors] [--twice]
+    python benchmarks/sweep_speed.py [--questions 64] [--threads 2] [--parts sweep,router,factors] [--runs 3]
         [--device cpu]
 
 Parts: `sweep`, each question dense and with 8 heads; `fewshot-N`, the same for N questions after the 8 examples of
@@ -8,7 +8,7 @@ lm-eval's gsm8k_cot (`fewshot-N-off`: the engine without common prefixes); `rout
 their own each; `choice`, log-likelihoods of choices, dense and with 8 heads, without examples and with 5; `factors`,
 the sweep on a few questions with each idea of the engine switched off in turn. Before a ratio is written, the texts of
 both are compared: every difference must start where the two largest logits are nearly equal (`choice`: values and the
-order of the choices). `--twice` runs the engine again after `hf`.
+order of the choices).
 """
 
 from __future__ import annotations
@@ -357,7 +357,7 @@ def main() -> None:
     parser.add_argument("--batches", default="16,32,64")
     parser.add_argument("--choice-questions", type=int, default=64)
     parser.add_argument("--choice-batches", default="1,4,16", help="hf's batch sizes in that part")
-    parser.add_argument("--twice", action="store_true", help="run the engine again after hf")
+    parser.add_argument("--runs", type=int, default=3, help="measurements of each part but `factors`")
     parser.add_argument("--name", default="sweep_speed")
     parser.add_argument("--device", default="cpu", help="torch's name of it")
     options = parser.parse_args()
@@ -390,44 +390,36 @@ def main() -> None:
             schedule = Schedule(prefix=0) if part.endswith("off") else schedule
             few = [pair for pair in pairs if pair[1] is None]
             best, results[f"hf_dense_seconds_by_batch_{part}"] = best_batch(run, few, batches)
-        engine = run.engine(schedule)
-        engine_texts, first = timed(lambda run=run, pairs=pairs, engine=engine: run.by_engine(pairs, engine))
-        print(f"{part}: engine {first:.1f} s", flush=True)
-        hf_texts, hf = timed(lambda run=run, pairs=pairs, best=best: run.by_hf(pairs, best))
-        print(f"{part}: hf {hf:.1f} s", flush=True)
-        agreement = run.compare(engine_texts, hf_texts)
-        times = [first]
-        same = None
-        if options.twice:
-            second_engine = run.engine(schedule)
-            second_texts, second = timed(
-                lambda run=run, pairs=pairs, engine=second_engine: run.by_engine(pairs, engine)
-            )
-            times.append(second)
-            same = engine_texts == second_texts
-        seconds = sum(times) / len(times)
-        results[part] = {
-            "texts": agreement,
-            "engine_repeats_itself": same,
-            "engine_seconds": times,
-            "hf_seconds": hf,
-            "hf_batch": best,
-            "ratio": round(hf / seconds, 2),
-            "engine_answer_tokens_per_second": round(run.tokens(engine_texts) / seconds, 1),
-            "hf_answer_tokens_per_second": round(run.tokens(hf_texts) / hf, 1),
-            "share_of_arithmetic_limit": round(run.least_arithmetic(pairs, engine_texts) / highest / seconds, 3),
-            "statistics": asdict(engine.statistics),
-        }
-        print(part, results[part], flush=True)
-        write(options.name, results)
+        runs = results[part] = []
+        for _ in range(options.runs):
+            engine = run.engine(schedule)
+            engine_texts, seconds = timed(lambda run=run, pairs=pairs, engine=engine: run.by_engine(pairs, engine))
+            hf_texts, hf = timed(lambda run=run, pairs=pairs, best=best: run.by_hf(pairs, best))
+            figures = {
+                "texts": run.compare(engine_texts, hf_texts),
+                "engine_seconds": seconds,
+                "hf_seconds": hf,
+                "hf_batch": best,
+                "ratio": round(hf / seconds, 2),
+                "engine_answer_tokens_per_second": round(run.tokens(engine_texts) / seconds, 1),
+                "hf_answer_tokens_per_second": round(run.tokens(hf_texts) / hf, 1),
+                "share_of_arithmetic_limit": round(run.least_arithmetic(pairs, engine_texts) / highest / seconds, 3),
+                "statistics": asdict(engine.statistics),
+            }
+            runs.append(figures)
+            print(part, figures, flush=True)
+            write(options.name, results)
     if "choice" in options.parts.split(","):
         batches = [int(batch) for batch in options.choice_batches.split(",")]
         for shots in (0, 5):
             variants = [None, *SWEEP]
-            part = choice(work.lm, work.model_map, variants, options.choice_questions, shots, batches, highest)
-            results[f"choice_{shots}_shots"] = part
-            print(part, flush=True)
-            write(options.name, results)
+            runs = results[f"choice_{shots}_shots"] = []
+            for _ in range(options.runs):
+                runs.append(
+                    choice(work.lm, work.model_map, variants, options.choice_questions, shots, batches, highest)
+                )
+                print(runs[-1], flush=True)
+                write(options.name, results)
     if "factors" in options.parts.split(","):
         few = [pair for pair in everything["sweep"] if pair[0] < options.factor_questions]
         work.generate["max_gen_toks"] = options.factor_tokens

@@ -118,14 +118,12 @@ def run_host(host: str, rows: int | None, work: Path) -> None:
         write_texts(host, work)
     grid = Grid.of(grid_of(host, work))
     kept = grid.variants[:rows]
-    began, cpu = time.perf_counter(), time.process_time()
+    machine, began, cpu = environment(), time.perf_counter(), time.process_time()
     summary = run(Grid(**{**vars(grid), "variants": kept}), str(work / "grids" / host))
     path = work / "grids" / f"{host}.json"
     record = json.loads(path.read_text()) if path.exists() else []
-    record.append(
-        {"rows": rows, "new": summary.new, "seconds": time.perf_counter() - began, "environment": environment()}
-    )
-    record[-1]["cpu_seconds"] = time.process_time() - cpu
+    seconds = {"seconds": time.perf_counter() - began, "cpu_seconds": time.process_time() - cpu}
+    record.append({"rows": rows, "new": summary.new, **seconds, "environment": machine})
     write_text(path, json.dumps(record, indent=1) + "\n")
     print(host, summary)
 

@@ -5,13 +5,8 @@
     python benchmarks/leaderboard.py --report           tables, page, rows and pictures of docs/results/leaderboard
 
 Hosts: `embedded`, SmolLM2-135M-Instruct (distances, perplexity, packaged problems); `first` and `second`, SmolLM2
-fine-tuned by configs/distillation/smollm2_finetune.yaml on two of ASDiv-A's folds each:
-
-    lmeval-prune distill --config configs/distillation/smollm2_finetune.yaml --task configs/leaderboard/asdiv.yaml \
-        --best_by none --trainer '{"bf16": true}' --test fold0+fold1+fold2 --output out/leaderboard/first
-
-(`second`: --test fold2+fold3+fold4). They are tested on the other two folds and on half of fold 2 each; its other half
-chooses the single heads. They are pruned by their training texts.
+fine-tuned by configs/distillation/smollm2_finetune.yaml on two of ASDiv-A's folds each. They are tested on the other
+two folds and on half of fold 2 each, whose other half chooses the single heads, and are pruned by their training texts.
 """
 
 from __future__ import annotations
@@ -36,13 +31,15 @@ from transformers import AutoTokenizer
 from lmeval_prune.artefacts import write_text
 from lmeval_prune.checkpoints import embedded
 from lmeval_prune.checkpoints.loading import load_pretrained
+from lmeval_prune.cli import main as cli
 from lmeval_prune.comparison import report
 from lmeval_prune.comparison.columns import MEASURED, change, level, pareto_fronts
-from lmeval_prune.comparison.tables import POOLED, Comparison, merged, rows_of
+from lmeval_prune.comparison.tables import POOLED, Comparison, Table, rows_of
 from lmeval_prune.grid.comparison import compare_grid
 from lmeval_prune.grid.configuration import Grid
 from lmeval_prune.grid.folder import GridFolder
 from lmeval_prune.grid.run import run
+from lmeval_prune.models.identity import Checkpoint
 from lmeval_prune.profiling.costs import parameters
 from lmeval_prune.profiling.speed import Workload, measure
 from lmeval_prune.reporting.documents import markdown, p_value
@@ -113,9 +110,17 @@ def choose_heads(host: str, work: Path) -> None:
     print(host, chosen, {name: round(value, 3) for name, value in accuracy.items()})
 
 
+def train(host: str, work: Path) -> None:
+    """Fine-tune a host on its folds, and write its texts."""
+    tested = "+".join(f"fold{fold}" for fold in range(5) if f"fold{fold}" not in FOLDS[host][0])
+    command = f"distill --config {ROOT}/configs/distillation/smollm2_finetune.yaml --task {ASDIV} --test {tested}"
+    cli([*command.split(), "--best_by", "none", "--trainer", '{"bf16": true}', "--output", str(work / host)])
+    write_texts(host, work)
+
+
 def run_host(host: str, rows: int | None, work: Path) -> None:
-    if host != "embedded" and not (work / f"{host}.jsonl").exists():
-        write_texts(host, work)
+    if host != "embedded" and not (work / host).exists():
+        train(host, work)
     grid = Grid.of(grid_of(host, work))
     kept = grid.variants[:rows]
     machine, began, cpu = environment(), time.perf_counter(), time.process_time()
@@ -157,18 +162,20 @@ def pooled(work: Path) -> Comparison:
     first, second, own = (compare_grid(work / "grids" / host, "dense") for host in ("first", "second", "embedded"))
     task = Path(ASDIV).stem
     parts = [comparison.tables[task] for comparison in (first, second)]
-    notes: list[str] = []
-    table = merged(NAME, parts, first.variants, notes)
-    tables = {NAME: replace(table, numbers=range(len(table.values))), **own.tables}
+    names = [name for name in first.variants if all(name in part.variants for part in parts)]
+    values = np.concatenate([part.values_of(names) for part in parts])
+    texts = [text for part in parts for text in part.texts]
+    table = Table(names, values, texts, parts[0].metrics, numbers=range(len(values)))
+    tables = {NAME: table, **own.tables}
     tables.pop(POOLED, None)
     rows = rows_of(tables, "dense", 0, MARGIN)
     for (name, key), row in own.rows.items():
         if (name, key) in rows:
             rows[name, key].measured |= row.measured
-    for name in table.variants:
+    for name in names:
         measured = [comparison.rows[name, task].measured for comparison in (first, second)]
         rows[name, NAME].measured["cut_off"] = float(np.mean([row["cut_off"] for row in measured]))
-    names = list(dict.fromkeys([*first.variants, *own.variants]))
+    names = list(dict.fromkeys([*names, *own.variants]))
     speeds = json.loads((work / "speed.json").read_text())["rows"] if (work / "speed.json").exists() else {}
     costs = {name: costs_of(speeds.get(name, [])) for name in names}
     gains = {key: {} for key in tables}
@@ -183,7 +190,7 @@ def pooled(work: Path) -> Comparison:
         costs=costs,
         fronts={key: pareto_fronts(costs, own) for key, own in gains.items()},
         commands={},
-        notes=list(dict.fromkeys([*notes, *first.notes, *own.notes])),
+        notes=own.notes,
     )
 
 
@@ -213,15 +220,10 @@ def write_report(work: Path) -> None:
     pd.concat(frames).to_parquet(OUTPUT / "rows.parquet", compression="zstd", index=False)
     rows = [summary(comparison, name) for name in comparison.variants]
     write_text(OUTPUT / "table.md", markdown(pd.DataFrame(rows).fillna(""), ["variant"]) + "\n")
-    hosts = {
-        host: json.loads((work / "grids" / f"{host}.json").read_text()) for host in ("first", "second", "embedded")
-    }
-    records = {
-        host: {**json.loads((work / host / "distillation.json").read_text()).get("created_by", {})}
-        for host in FOLDS
-        if (work / host / "distillation.json").exists()
-    }
-    write("leaderboard", {"environment": environment(), "hosts": hosts, "trained": records, "rows": rows})
+    hosts = [*FOLDS, "embedded"]
+    runs = {host: json.loads((work / "grids" / f"{host}.json").read_text()) for host in hosts}
+    weights = {host: Checkpoint({"pretrained": str(work / host)}).identity() for host in FOLDS}
+    write("leaderboard", {"environment": environment(), "runs": runs, "weights": weights, "rows": rows})
     draw(comparison)
 
 

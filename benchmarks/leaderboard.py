@@ -25,7 +25,7 @@ import numpy as np
 import pandas as pd
 import torch
 import yaml
-from _record import RESULTS, environment, write
+from _record import RESULTS, environment, write, write_table
 from transformers import AutoTokenizer
 
 from lmeval_prune.artefacts import write_text
@@ -219,7 +219,7 @@ def write_report(work: Path) -> None:
     ]
     pd.concat(frames).to_parquet(OUTPUT / "rows.parquet", compression="zstd", index=False)
     rows = [summary(comparison, name) for name in comparison.variants]
-    write_text(OUTPUT / "table.md", markdown(pd.DataFrame(rows).fillna(""), ["variant"]) + "\n")
+    write_table(ROOT / "docs/leaderboard.md", "leaderboard", markdown(pd.DataFrame(rows).fillna(""), ["variant"]))
     hosts = [*FOLDS, "embedded"]
     runs = {host: json.loads((work / "grids" / f"{host}.json").read_text()) for host in hosts}
     weights = {host: Checkpoint({"pretrained": str(work / host)}).identity() for host in FOLDS}

@@ -38,6 +38,7 @@ FOLDERS = {
         "lmeval-prune grid run configs/grid/packaged.yaml --output out/p; lmeval-prune grid compare out/p",
         "c14737e6",
     ),
+    "leaderboard": ("Leaderboard", "python benchmarks/leaderboard.py --report", ""),
     "pruning": (
         "Heads, groups and channels by several scores",
         "python benchmarks/pruning_result.py",

@@ -15,6 +15,7 @@ import argparse
 import copy
 import json
 import logging
+import math
 import re
 import time
 from dataclasses import replace
@@ -26,6 +27,7 @@ import pandas as pd
 import torch
 import yaml
 from _record import RESULTS, environment, write, write_table
+from safetensors import safe_open
 from transformers import AutoTokenizer
 
 from lmeval_prune.artefacts import write_text
@@ -40,7 +42,6 @@ from lmeval_prune.grid.configuration import Grid
 from lmeval_prune.grid.folder import GridFolder
 from lmeval_prune.grid.run import run
 from lmeval_prune.models.identity import Checkpoint
-from lmeval_prune.profiling.costs import parameters
 from lmeval_prune.profiling.speed import Workload, measure
 from lmeval_prune.reporting.documents import markdown, p_value
 from lmeval_prune.reporting.plot_style import COLOURS, figure, label_ends, save
@@ -133,25 +134,24 @@ def run_host(host: str, rows: int | None, work: Path) -> None:
     print(host, summary)
 
 
-def measure_speed(work: Path) -> None:
-    """Measure the checkpoints of the embedded model one after the other, the dense model before each tenth."""
-    path, folder = work / "speed.json", GridFolder(work / "grids/embedded")
+def checkpoints(work: Path) -> dict[str, Path]:
+    """Return the folders of the embedded model and of its cut checkpoints."""
+    folder = GridFolder(work / "grids/embedded")
     prepared = {entry["variant"]: folder.prepared / entry["prepared"] / "model" for entry in folder.read()["cells"]}
-    names = [name for name, model in prepared.items() if model.is_dir()]
-    rows = {"dense": []}
-    workload = Workload(prompt=32, new=16, batches=BATCHES, rounds=3)
-    for number, name in enumerate(["dense", *names]):
+    cut = {name: model for name, model in prepared.items() if model.is_dir()}
+    return {"dense": Path(embedded.resolve("smollm2-135m")), **cut}
+
+
+def measure_speed(work: Path) -> None:
+    """Measure the checkpoints one after the other, the dense model before each tenth."""
+    rows: dict[str, list[dict[str, float]]] = {}
+    workload, folders = Workload(prompt=32, new=16, batches=BATCHES, rounds=3), checkpoints(work)
+    for number, name in enumerate(folders):
         for label in dict.fromkeys(["dense", name] if number % 10 == 0 else [name]):
-            model = load_pretrained(embedded.resolve("smollm2-135m") if label == "dense" else prepared[label])
-            model = model.float()
-            measured = {
-                "parameters": parameters(model)[0],
-                "weights_bytes": sum(weight.nbytes for weight in model.parameters()),
-                **measure({label: model}, workload)[label],
-            }
-            rows.setdefault(label, []).append(measured)
-            print(label, measured, flush=True)
-        write_text(path, json.dumps({"environment": environment(), "rows": rows}, indent=1))
+            rates = measure({label: load_pretrained(str(folders[label])).float()}, workload)[label]
+            rows.setdefault(label, []).append(rates)
+            print(label, rates, flush=True)
+        write_text(work / "speed.json", json.dumps({"environment": environment(), "rows": rows}, indent=1))
 
 
 # ---------------------------------------------------------------------- report
@@ -177,7 +177,8 @@ def pooled(work: Path) -> Comparison:
         rows[name, NAME].measured["cut_off"] = float(np.mean([row["cut_off"] for row in measured]))
     names = list(dict.fromkeys([*names, *own.variants]))
     speeds = json.loads((work / "speed.json").read_text())["rows"] if (work / "speed.json").exists() else {}
-    costs = {name: costs_of(speeds.get(name, [])) for name in names}
+    folders = checkpoints(work)
+    costs = {name: costs_of(folders[name], speeds.get(name, [])) if name in folders else {} for name in names}
     gains = {key: {} for key in tables}
     for row in rows.values():
         gains[row.task][row.variant] = -row.mean if row.lower_is_better else row.mean
@@ -194,18 +195,19 @@ def pooled(work: Path) -> Comparison:
     )
 
 
-def costs_of(measured: list[dict[str, float]]) -> dict[str, Any]:
-    if not measured:
-        return {}
-    rates = [row["decode_1"] for row in measured]
-    return {
-        **{name: measured[0][name] for name in ("parameters", "weights_bytes")},
-        "decode_tokens_per_second": float(np.median(rates)),
-        "decode_32": float(np.median([row["decode_32"] for row in measured])),
-        "ranges": {"decode_tokens_per_second": [min(rates), max(rates)]},
-        "device": "cpu",
-        "threads": torch.get_num_threads(),
-    }
+def costs_of(folder: Path, rates: list[dict[str, float]]) -> dict[str, Any]:
+    """Return the parameters of a checkpoint, its bytes in float32, and the median of its speeds."""
+    count = 0
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, "pt") as file:
+            count += sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118
+    costs: dict[str, Any] = {"parameters": count, "weights_bytes": 4 * count}
+    if rates:
+        alone = [row["decode_1"] for row in rates]
+        costs |= {"decode_tokens_per_second": float(np.median(alone)), "device": "cpu", "threads": 1}
+        costs |= {"decode_32": float(np.median([row["decode_32"] for row in rates]))}
+        costs["ranges"] = {"decode_tokens_per_second": [min(alone), max(alone)]}
+    return costs
 
 
 def write_report(work: Path) -> None:
@@ -237,7 +239,7 @@ def summary(comparison: Comparison, name: str) -> dict[str, Any]:
     cells["parameters, million"] = f"{costs['parameters'] / 1e6:.1f}" if costs else ""
     cells["MB"] = f"{costs['weights_bytes'] / 1e6:.0f}" if costs else ""
     for batch, key in zip(BATCHES, ("decode_tokens_per_second", "decode_32"), strict=True):
-        cells[f"tokens/s, batch {batch}"] = f"{costs[key]:.0f}" if costs else ""
+        cells |= {f"tokens/s, batch {batch}": f"{costs[key]:.0f}"} if key in costs else {}
     texts = [task for task in comparison.tables if task.endswith("_text")]
     for task in texts:
         if (name, task) in comparison.rows:
@@ -301,6 +303,8 @@ def draw(comparison: Comparison) -> None:
             axes.plot(kld, lost, color=COLOURS[part % len(COLOURS)], marker="o", ms=4, ls="")
             axes.annotate(name, (kld, lost), fontsize=5, xytext=(3, 0), textcoords="offset points")
     axes.set_xscale("log")
+    axes.minorticks_off()
+    axes.set_xticks(ticks := [0.2, 0.5, 1, 2, 5], labels=map(str, ticks))
     axes.set_xlabel("mean KL divergence of the embedded model, nats")
     save(canvas, OUTPUT / "kld")
 

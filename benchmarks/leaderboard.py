@@ -198,7 +198,7 @@ def pooled(work: Path) -> Comparison:
 def costs_of(folder: Path, rates: list[dict[str, float]]) -> dict[str, Any]:
     """Return the parameters of a checkpoint, its bytes in float32, and the median of its speeds."""
     count = 0
-    for path in folder.glob("*.safetensors"):
+    for path in folder.glob("model*.safetensors"):
         with safe_open(path, "pt") as file:
             count += sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118
     costs: dict[str, Any] = {"parameters": count, "weights_bytes": 4 * count}

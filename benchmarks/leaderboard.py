@@ -221,7 +221,9 @@ def write_report(work: Path) -> None:
     ]
     pd.concat(frames).to_parquet(OUTPUT / "rows.parquet", compression="zstd", index=False)
     rows = [summary(comparison, name) for name in comparison.variants]
-    write_table(ROOT / "docs/leaderboard.md", "leaderboard", markdown(pd.DataFrame(rows).fillna(""), ["variant"]))
+    write_table(
+        ROOT / "docs/results/leaderboard.md", "leaderboard", markdown(pd.DataFrame(rows).fillna(""), ["variant"])
+    )
     hosts = [*FOLDS, "embedded"]
     runs = {host: json.loads((work / "grids" / f"{host}.json").read_text()) for host in hosts}
     weights = {host: Checkpoint({"pretrained": str(work / host)}).identity() for host in FOLDS}

@@ -38,7 +38,7 @@ FOLDERS = {
         "lmeval-prune grid run configs/grid/packaged.yaml --output out/p; lmeval-prune grid compare out/p",
         "c14737e6",
     ),
-    "leaderboard": ("Leaderboard", "python benchmarks/leaderboard.py --report", ""),
+    "leaderboard": ("Leaderboard", "python benchmarks/leaderboard.py --report", "19b174f2 and after"),
     "pruning": (
         "Heads, groups and channels by several scores",
         "python benchmarks/pruning_result.py",
@@ -53,8 +53,8 @@ FOLDERS = {
         "e7760e37 (pictures 7c50aa78, map d513a835)",
     ),
 }
-PAGES = {"athena": "distillation", "baselines": "pruning", "depth": "pruning", "grid": "compare",
-         "scoring": "tasks", "sprint_race": "sprint", "token_filtering": "methods"}  # fmt: skip
+PAGES = {"athena": "distillation", "baselines": "pruning", "depth": "pruning", "grid": "compare", "scoring": "tasks",
+         "leaderboard": "results/leaderboard", "sprint_race": "sprint", "token_filtering": "methods"}  # fmt: skip
 # Where a file records no single clean commit: the one that wrote it.
 WRITTEN = {
     "baselines": "f3ad7366", "baselines_cpu": "090d2383", "depth": "48e40d8d", "distillation": "e8836950",
@@ -81,7 +81,10 @@ def page(root: Path) -> str:
             raise SystemExit(f"docs/results/{folder.name} has no command; add it to FOLDERS in {__file__}")
         title, command, commit = FOLDERS[folder.name]
         document = root / f"docs/{PAGES.get(folder.name, folder.name.replace('_', '-'))}.md"
-        parts += [f"## {title}", f"`{command}` at {commit}, explained in [{document.stem}](docs/{document.name})."]
+        parts += [
+            f"## {title}",
+            f"`{command}` at {commit}, explained in [{document.stem}]({document.relative_to(root)}).",
+        ]
         files = sorted(path for path in folder.iterdir() if path.is_file())
         shown = [path for path in files if path.suffix == ".png"]
         others = [path for path in files if path.suffix not in (".png", ".svg")]

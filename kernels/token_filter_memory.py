@@ -29,7 +29,7 @@ class Rule:
         warmup: number of first tokens that never skip; their similarities set the first threshold.
         initial: the first threshold, in standard deviations from the mean similarity of the warm-up. Default: the value
             that `share` of a normal distribution exceeds.
-        phase: `all`; `decode`: no token of a pass of several tokens skips, all of them are the warm-up, and eq. 4 counts
+        phase: `all`; `decode`: no token of a pass of several tokens skips, they are the warm-up, and eq. 4 counts
             the tokens that are decoded after them.
         seed, layer: of `random`.
     """

@@ -145,7 +145,7 @@ def checkpoints(work: Path) -> dict[str, Path]:
 def measure_speed(work: Path) -> None:
     """Measure the checkpoints one after the other, the dense model before each tenth."""
     rows: dict[str, list[dict[str, float]]] = {}
-    workload, folders = Workload(prompt=32, new=16, batches=BATCHES, rounds=3), checkpoints(work)
+    workload, folders = Workload(prompt=16, new=16, batches=BATCHES, rounds=2), checkpoints(work)
     for number, name in enumerate(folders):
         for label in dict.fromkeys(["dense", name] if number % 10 == 0 else [name]):
             rates = measure({label: load_pretrained(str(folders[label])).float()}, workload)[label]

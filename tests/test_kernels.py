@@ -356,9 +356,9 @@ def test_storage_of_more_than_2_31_numbers(dimension: str) -> None:
 def test_gradients_go_into_the_storage() -> None:
     key, value, valid = text(tokens=1)
     valid[:] = True
-    cache = FilteredCacheLayer(DynamicLayer(), SimpleNamespace(rule=RULES["kv"], keep_skipped_kv=False))
+    cache = FilteredCacheLayer(DynamicLayer(), SimpleNamespace(keep_skipped_kv=False))
     memory, totals = cache.begin(key, value), torch.zeros(2, dtype=torch.long, device=DEVICE)
-    cache.store(key.requires_grad_(), value, valid, memory, totals)
+    cache.store(key.requires_grad_(), value, valid, memory, totals, RULES["kv"])
     cache.keys.sum().backward()
     assert key.grad is not None and key.grad.eq(1).all()
 

@@ -213,6 +213,7 @@ def costs_of(folder: Path, rates: list[dict[str, float]]) -> dict[str, Any]:
 def write_report(work: Path) -> None:
     comparison = pooled(work)
     report.write(comparison, OUTPUT, without_texts=[NAME, *own_texts(comparison)])
+    (OUTPUT / "report.md").unlink()  # the page has it
     frames = [
         pd.DataFrame({"task": task, "question": range(len(table.values)), "variant": name, "value": column})
         for task, table in comparison.tables.items()
@@ -242,8 +243,7 @@ def summary(comparison: Comparison, name: str) -> dict[str, Any]:
     cells["MB"] = f"{costs['weights_bytes'] / 1e6:.0f}" if costs else ""
     for batch, key in zip(BATCHES, ("decode_tokens_per_second", "decode_32"), strict=True):
         cells |= {f"tokens/s, batch {batch}": f"{costs[key]:.0f}"} if key in costs else {}
-    texts = [task for task in comparison.tables if task.endswith("_text")]
-    for task in texts:
+    for task in own_texts(comparison):
         if (name, task) in comparison.rows:
             row, label = comparison.rows[name, task], "GSM8K" if "gsm8k" in task else "MATH"
             cells[f"{label}: word perplexity"] = level(row, row.mean)
@@ -313,7 +313,7 @@ def draw(comparison: Comparison) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--hosts", default="first,second,embedded", help="also `heads` and `speed`")
+    parser.add_argument("--hosts", default="first,second,embedded", help="also heads-first, heads-second and speed")
     parser.add_argument("--rows", type=int, help="at most so many rows of the grid, from its beginning")
     parser.add_argument("--work", default="out/leaderboard")
     parser.add_argument("--threads", type=int, default=1)

@@ -12,17 +12,7 @@ import numpy as np
 import torch
 
 from lmeval_prune.kernels.dispatch import launch_on, needs_gradients, on_device, too_wide, use_kernel
-from lmeval_prune.kernels.token_filter_memory import (
-    COUNT,
-    DEVIATIONS,
-    MEAN,
-    SCORED,
-    SKIPPED,
-    THRESHOLD,
-    UNENDING,
-    Memory,
-    Rule,
-)
+from lmeval_prune.kernels.token_filter_memory import COUNT, Memory, Rule, begin_answers
 
 MAX_NUMBERS = 2**15  # numbers in a token's keys or values that one program can hold
 CHUNK = 64  # tokens in a chunk
@@ -63,8 +53,8 @@ def decide(key: torch.Tensor, value: torch.Tensor, valid: torch.Tensor, memory: 
     skipped = compiled.thresholds(
         scores, is_token, states.numpy(), rule.share, rule.step_size, rule.warmup, rule.quantile
     )
-    if rule.warmup == UNENDING:
-        _begin_answers(states.numpy(), rule)
+    if not rule.may_skip(tokens):
+        begin_answers(states, rule)
     if memory.states.is_cuda:
         memory.states.copy_(states)
     return torch.from_numpy(skipped).to(key.device)
@@ -142,17 +132,6 @@ def _random_scores(valid: np.ndarray, counts: np.ndarray, rule: Rule) -> np.ndar
 @cache
 def _normals(seed: int, layer: int, bits: int) -> np.ndarray:
     return np.random.default_rng([seed, layer]).standard_normal(2**bits)  # a longer draw begins with the shorter one
-
-
-def _begin_answers(states: np.ndarray, rule: Rule) -> None:
-    """Set the first thresholds of answers from the similarities of their prompts, and count from here."""
-    if np.isinf(rule.quantile) or rule.similarity == "random":  # whose numbers have mean 0 and variance 1
-        states[:, THRESHOLD] = rule.quantile
-    else:
-        scored = states[states[:, SCORED] > 0]
-        deviations = np.sqrt(scored[:, DEVIATIONS] / scored[:, SCORED])
-        states[states[:, SCORED] > 0, THRESHOLD] = scored[:, MEAN] + deviations * rule.quantile
-    states[:, [COUNT, SKIPPED]] = 0
 
 
 # ---------------------------------------------------------------------- similarities of many tokens

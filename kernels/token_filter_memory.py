@@ -13,7 +13,6 @@ import torch
 THRESHOLD, COUNT, SKIPPED, SCORED, MEAN, DEVIATIONS = range(6)
 COLUMNS = 6
 SIMILARITIES = ("kv", "key", "value", "random")
-UNENDING = 2**62  # a warm-up of so many tokens
 
 
 @dataclass(frozen=True)
@@ -60,7 +59,11 @@ class Rule:
 
     def of_pass(self, tokens: int) -> Rule:
         """Return the rule of a pass of so many tokens."""
-        return self if self.phase == "all" else replace(self, warmup=UNENDING if tokens > 1 else 0)
+        return self if self.phase == "all" else replace(self, warmup=0 if self.may_skip(tokens) else 2**62)
+
+    def may_skip(self, tokens: int) -> bool:
+        """Return whether tokens can skip that are read so many in a pass."""
+        return self.phase == "all" or tokens == 1
 
     @property
     def as_printed(self) -> bool:
@@ -110,3 +113,14 @@ def fresh_states(rows: int, device: torch.device | str = "cpu") -> torch.Tensor:
     states = torch.zeros(rows, COLUMNS, dtype=torch.float64, device=device)
     states[:, THRESHOLD] = 1
     return states
+
+
+def begin_answers(states: torch.Tensor, rule: Rule) -> None:
+    """Set the first thresholds of answers from the similarities of their prompts, and count from here."""
+    if math.isinf(rule.quantile) or rule.similarity == "random":  # whose numbers have mean 0 and variance 1
+        states[:, THRESHOLD] = rule.quantile
+    else:
+        rows = states[:, SCORED] > 0
+        deviations = (states[rows, DEVIATIONS] / states[rows, SCORED]).sqrt()
+        states[rows, THRESHOLD] = states[rows, MEAN] + deviations * rule.quantile
+    states[:, [COUNT, SKIPPED]] = 0

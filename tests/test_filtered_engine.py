@@ -62,6 +62,15 @@ def test_every_family_gives_what_generate_gives(family: str, changes: dict[str, 
         assert check(engine, requests, model) != dense
 
 
+@pytest.mark.parametrize("options", [{"similarity": "random"}, {"phase": "decode"}], ids=str)
+def test_chance_and_answers_alone_give_what_generate_gives(options: dict[str, Any]) -> None:
+    model = model_of("llama")
+    requests = some_requests(model, seed=1, longest=20)
+    dense = answers(Engine(model, Letters()), requests)
+    with TokenFilter(**QUICK, **options).applied_to(model):
+        assert check(Engine(model, Letters(), max_rows=3), requests, model) != dense
+
+
 @settings(max_examples=5, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     seed=st.integers(0, 10**6),

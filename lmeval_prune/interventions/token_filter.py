@@ -181,7 +181,8 @@ class TokenFilter(Intervention):
         """
         counts = self.counts
         tokens, skipped = (sum(count[name] for count in counts.values()) for name in ("tokens", "skipped"))
-        realised = skipped / tokens * len(self.layers(model_map)) / len(model_map.attention) if tokens else None
+        filtered = len(self.layers(model_map)) / len(model_map.attention)
+        realised = skipped / max(tokens, 1) * filtered if counts else None  # 0 if no pass had tokens that may skip
         if realised is not None and realised < self.ratio / 2:
             logger.warning(
                 "token_filter: %.1f%% of tokens × layers skipped attention instead of %.1f%%: texts may be too short "
@@ -297,10 +298,11 @@ class FilteredAttention:
             key, value = (x[0, :, tokens].unflatten(1, (-1, count)).transpose(0, 1) for x in (call.key, call.value))
             rows, valid = memory.rows(slots), torch.ones(len(slots), count, dtype=torch.bool, device=slots.device)
             decisions.append(kernels.decide(key, value, valid, rows, self._rule(call)).flatten())
+            if self.rule.may_skip(count):
+                totals += torch.stack([valid.sum(), decisions[-1].sum()])
             memory.write(slots, rows)
             start = tokens.stop
         skipped = torch.cat(decisions)
-        totals += torch.stack([torch.ones_like(skipped).sum(), skipped.sum()])
         self.skipped[call.layer.label] = skipped[None]
         query_mask = _and(~skipped, call.stored_mask if call.query_mask is None else call.query_mask)
         stored_mask = call.stored_mask if self.keep_skipped_kv else _and(~skipped, call.stored_mask)
@@ -465,7 +467,8 @@ class FilteredCacheLayer(CacheLayerMixin):
             absent = kernels.decide_and_store(key, value, valid, memory, rule, **options)
         if absent is None:
             skipped = kernels.decide(key, value, valid, memory, rule)
-            totals += torch.stack([valid.sum(), skipped.sum()])
+            if rule.may_skip(valid.shape[1]):
+                totals += torch.stack([valid.sum(), skipped.sum()])
             absent = skipped | ~valid
             is_stored = valid if keep_skipped else ~absent
             rows, tokens = is_stored.nonzero(as_tuple=True)

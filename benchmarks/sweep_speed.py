@@ -1,7 +1,7 @@
 """Time of the decoding engine against lm-eval's `hf`, one mask at a time at its best batch size.
 
-    python benchmarks/sweep_speed.py [--questions 64] [--threads 2] [--parts sweep,router,factors] [--runs 3]
-        [--device cpu]
+    GOMP_SPINCOUNT=1000 python benchmarks/sweep_speed.py [--questions 16] [--tokens 128] [--threads 2] [--runs 3]
+        [--parts sweep,router,fewshot-4,choice] [--device cpu]
 
 Parts: `sweep`, each question dense and with 8 heads; `fewshot-N`, the same for N questions after the 8 examples of
 lm-eval's gsm8k_cot (`fewshot-N-off`: the engine without common prefixes); `router`, some questions with 8 heads of
@@ -347,25 +347,25 @@ def choice(
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--questions", type=int, default=64)
+    parser.add_argument("--questions", type=int, default=16)
+    parser.add_argument("--tokens", type=int, default=128, help="longest answer")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--parts", default="sweep,router,factors")
-    parser.add_argument("--router-questions", type=int, default=64)
+    parser.add_argument("--parts", default="sweep,router,fewshot-4,choice")
+    parser.add_argument("--router-questions", type=int, default=8)
     parser.add_argument("--factor-questions", type=int, default=16)
-    parser.add_argument("--factor-tokens", type=int, default=256, help="longest answer of that part")
     parser.add_argument("--factor-repeats", type=int, default=2, help="rounds of that part; the fastest of each counts")
     parser.add_argument("--batches", default="16,32,64")
-    parser.add_argument("--choice-questions", type=int, default=64)
-    parser.add_argument("--choice-batches", default="1,4,16", help="hf's batch sizes in that part")
+    parser.add_argument("--choice-questions", type=int, default=2)
+    parser.add_argument("--choice-batches", default="4,16", help="hf's batch sizes in that part")
     parser.add_argument("--runs", type=int, default=3, help="measurements of each part but `factors`")
-    parser.add_argument("--name", default="sweep_speed")
+    parser.add_argument("--name", default="engine")
     parser.add_argument("--device", default="cpu", help="torch's name of it")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     logging.disable(logging.WARNING)
-    results: dict[str, Any] = {"environment": environment(), "questions": options.questions}
+    results: dict[str, Any] = {"environment": environment(), "questions": options.questions, "tokens": options.tokens}
     questions = data.load("gsm8k", "test")["question"][: options.questions]
-    work = Work(embedded.resolve("smollm2-135m"), questions, 256, options.device)
+    work = Work(embedded.resolve("smollm2-135m"), questions, options.tokens, options.device)
     highest = peak(options.device)
     results["gemm_peak_gflops"] = round(highest / 1e9, 1)
     results["gemm_gflops_by_rows"] = by_rows(work)
@@ -385,7 +385,7 @@ def main() -> None:
     for part in (name for name in everything if name in parts):
         run, pairs, schedule = work, everything[part], Schedule()
         if part.startswith("fewshot"):
-            run = Work(embedded.resolve("smollm2-135m"), questions, 256, options.device)
+            run = Work(embedded.resolve("smollm2-135m"), questions, options.tokens, options.device)
             run.use_examples(questions)
             schedule = Schedule(prefix=0) if part.endswith("off") else schedule
             few = [pair for pair in pairs if pair[1] is None]
@@ -422,7 +422,6 @@ def main() -> None:
                 write(options.name, results)
     if "factors" in options.parts.split(","):
         few = [pair for pair in everything["sweep"] if pair[0] < options.factor_questions]
-        work.generate["max_gen_toks"] = options.factor_tokens
         results["factors"] = factors(work, few, options.factor_repeats)
         results["profile"] = profile(work, few)
         print(results["factors"], results["profile"])

@@ -1,6 +1,6 @@
 """The leaderboard: configs/leaderboard/grid.yaml on three models, with paired tests on all 1,218 problems of ASDiv-A.
 
-    python benchmarks/leaderboard.py [--hosts first,second] [--rows 14] [--work out/leaderboard]    what is not done yet
+    python benchmarks/leaderboard.py [--hosts first,second] [--rows 34] [--work out/leaderboard]    rows not committed
     python benchmarks/leaderboard.py --hosts heads-first,heads-second,speed    single heads; tokens a second, alone
     python benchmarks/leaderboard.py --report           tables, page, rows and pictures of docs/results/leaderboard
 
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import dataclasses
 import json
 import logging
 import math
@@ -36,7 +37,7 @@ from lmeval_prune.checkpoints.loading import load_pretrained
 from lmeval_prune.cli import main as cli
 from lmeval_prune.comparison import report
 from lmeval_prune.comparison.columns import MEASURED, change, level, pareto_fronts
-from lmeval_prune.comparison.tables import POOLED, Comparison, Table, rows_of
+from lmeval_prune.comparison.tables import POOLED, Comparison, Row, Table, rows_of
 from lmeval_prune.grid.comparison import compare_grid
 from lmeval_prune.grid.configuration import Grid
 from lmeval_prune.grid.folder import GridFolder
@@ -123,7 +124,9 @@ def run_host(host: str, rows: int | None, work: Path) -> None:
     if host != "embedded" and not (work / host).exists():
         train(host, work)
     grid = Grid.of(grid_of(host, work))
-    kept = grid.variants[:rows]
+    committed = pd.read_parquet(OUTPUT / "rows.parquet")
+    known = set(committed.loc[(committed["task"] == NAME) == (host != "embedded"), "variant"]) - {"dense"}
+    kept = [variant for variant in grid.variants[:rows] if variant.name not in known]
     machine, began, cpu = environment(), time.perf_counter(), time.process_time()
     summary = run(Grid(**{**vars(grid), "variants": kept}), str(work / "grids" / host))
     path = work / "grids" / f"{host}.json"
@@ -143,43 +146,54 @@ def checkpoints(work: Path) -> dict[str, Path]:
 
 
 def measure_speed(work: Path) -> None:
-    """Measure the checkpoints one after the other, the dense model before each tenth."""
-    rows: dict[str, list[dict[str, float]]] = {}
-    workload, folders = Workload(prompt=16, new=16, batches=BATCHES, rounds=2), checkpoints(work)
-    for number, name in enumerate(folders):
-        for label in dict.fromkeys(["dense", name] if number % 10 == 0 else [name]):
-            rates = measure({label: load_pretrained(str(folders[label])).float()}, workload)[label]
-            rows.setdefault(label, []).append(rates)
-            print(label, rates, flush=True)
-        write_text(work / "speed.json", json.dumps({"environment": environment(), "rows": rows}, indent=1))
+    """Measure all checkpoints in alternation."""
+    machine = environment()
+    models = {name: load_pretrained(str(folder)).float() for name, folder in checkpoints(work).items()}
+    rows = measure(models, Workload(prompt=16, new=16, batches=BATCHES, rounds=7))
+    write_text(work / "speed.json", json.dumps({"environment": machine, "rows": rows}, indent=1))
 
 
 # ---------------------------------------------------------------------- report
 
 
 def pooled(work: Path) -> Comparison:
-    """Return the embedded model's comparison with the pooled problems of the fine-tuned models before its tasks."""
+    """Return the embedded model's comparison with the pooled problems of the fine-tuned models before its tasks.
+
+    Rows of questions that are committed and are not in this folder's grids are those of the same weights, and stay.
+    """
     first, second, own = (compare_grid(work / "grids" / host, "dense") for host in ("first", "second", "embedded"))
     task = Path(ASDIV).stem
     parts = [comparison.tables[task] for comparison in (first, second)]
     names = [name for name in first.variants if all(name in part.variants for part in parts)]
     values = np.concatenate([part.values_of(names) for part in parts])
     texts = [text for part in parts for text in part.texts]
-    table = Table(names, values, texts, parts[0].metrics, numbers=range(len(values)))
-    tables = {NAME: table, **own.tables}
+    tables = {NAME: Table(names, values, texts, parts[0].metrics, numbers=range(len(values))), **own.tables}
     tables.pop(POOLED, None)
-    rows = rows_of(tables, "dense", 0, MARGIN)
-    for (name, key), row in own.rows.items():
-        if (name, key) in rows:
-            rows[name, key].measured |= row.measured
+    measured = {key: row.measured for key, row in own.rows.items()}
     for name in names:
-        measured = [comparison.rows[name, task].measured for comparison in (first, second)]
-        rows[name, NAME].measured["cut_off"] = float(np.mean([row["cut_off"] for row in measured]))
-    names = list(dict.fromkeys([*names, *own.variants]))
-    speeds = json.loads((work / "speed.json").read_text())["rows"] if (work / "speed.json").exists() else {}
+        cut_off = [comparison.rows[name, task].measured["cut_off"] for comparison in (first, second)]
+        measured[name, NAME] = {"cut_off": float(np.mean(cut_off))}
     folders = checkpoints(work)
-    costs = {name: costs_of(folders[name], speeds.get(name, [])) if name in folders else {} for name in names}
-    gains = {key: {} for key in tables}
+    speeds = json.loads((work / "speed.json").read_text())["rows"] if (work / "speed.json").exists() else {}
+    costs = {name: costs_of(folder, speeds.get(name, {})) for name, folder in folders.items()}
+
+    known, kept = json.loads((OUTPUT / "comparison.json").read_text()), pd.read_parquet(OUTPUT / "rows.parquet")
+    fields = {field.name for field in dataclasses.fields(Row)}
+    for row in known["rows"]:
+        measured.setdefault((row["variant"], row["task"]), {k: v for k, v in row.items() if k not in fields})
+    for key, table in tables.items():
+        before = kept[kept["task"] == key].pivot(index="question", columns="variant", values="value")
+        before = before.drop(columns=[name for name in table.variants if name in before])
+        values = np.concatenate([table.values, before.to_numpy()], 1)
+        tables[key] = replace(table, variants=[*table.variants, *before], values=values)
+    rows = rows_of(tables, "dense", 0, MARGIN)
+    for key, row in rows.items():
+        row.measured = {**measured[key], **row.measured}
+
+    order = [variant.name for variant in Grid.of(grid_of("embedded", work)).variants]
+    names = sorted(dict.fromkeys(name for name, _ in rows), key=[*order, *names, *own.variants].index)
+    costs = {name: costs.get(name) or known["costs"].get(name, {}) for name in names}
+    gains: dict[str, dict[str, float]] = {key: {} for key in tables}
     for row in rows.values():
         gains[row.task][row.variant] = -row.mean if row.lower_is_better else row.mean
     return replace(
@@ -191,28 +205,30 @@ def pooled(work: Path) -> Comparison:
         costs=costs,
         fronts={key: pareto_fronts(costs, own) for key, own in gains.items()},
         commands={},
-        notes=own.notes,
     )
 
 
-def costs_of(folder: Path, rates: list[dict[str, float]]) -> dict[str, Any]:
-    """Return the parameters of a checkpoint, its bytes in float32, and the median of its speeds."""
+def costs_of(folder: Path, rates: dict[str, float]) -> dict[str, Any]:
+    """Return the parameters of a checkpoint, its bytes in float32, and its speed."""
     count = 0
     for path in folder.glob("model*.safetensors"):
         with safe_open(path, "pt") as file:
             count += sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118
     costs: dict[str, Any] = {"parameters": count, "weights_bytes": 4 * count}
     if rates:
-        alone = [row["decode_1"] for row in rates]
-        costs |= {"decode_tokens_per_second": float(np.median(alone)), "device": "cpu", "threads": 1}
-        costs |= {"decode_32": float(np.median([row["decode_32"] for row in rates]))}
-        costs["ranges"] = {"decode_tokens_per_second": [min(alone), max(alone)]}
+        costs |= {"decode_tokens_per_second": rates["decode_1"], "decode_32": rates["decode_32"]}
+        costs |= {"device": "cpu", "threads": 1}
     return costs
 
 
 def write_report(work: Path) -> None:
+    path = RESULTS / "leaderboard.json"
+    before = json.loads(path.read_text())
+    weights = {host: Checkpoint({"pretrained": str(work / host)}).identity() for host in FOLDS}
+    if weights != before["weights"]:
+        raise SystemExit(f"{work} has other fine-tuned models than the rows in {OUTPUT}; run all rows, without those")
     comparison = pooled(work)
-    report.write(comparison, OUTPUT, without_texts=[NAME, *own_texts(comparison)])
+    report.write(comparison, OUTPUT, without_texts=list(comparison.evaluated))
     (OUTPUT / "report.md").unlink()  # the page has it
     frames = [
         pd.DataFrame({"task": task, "question": range(len(table.values)), "variant": name, "value": column})
@@ -225,9 +241,8 @@ def write_report(work: Path) -> None:
     write_table(
         ROOT / "docs/results/leaderboard.md", "leaderboard", markdown(pd.DataFrame(rows).fillna(""), ["variant"])
     )
-    hosts = [*FOLDS, "embedded"]
-    runs = {host: json.loads((work / "grids" / f"{host}.json").read_text()) for host in hosts}
-    weights = {host: Checkpoint({"pretrained": str(work / host)}).identity() for host in FOLDS}
+    runs = {host: json.loads((work / "grids" / f"{host}.json").read_text()) for host in [*FOLDS, "embedded"]}
+    runs = {host: [*(old for old in before["runs"][host] if old not in own), *own] for host, own in runs.items()}
     write("leaderboard", {"environment": environment(), "runs": runs, "weights": weights, "rows": rows})
     draw(comparison)
 

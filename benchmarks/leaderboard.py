@@ -120,11 +120,16 @@ def train(host: str, work: Path) -> None:
     write_texts(host, work)
 
 
+def committed_rows() -> pd.DataFrame:
+    path = OUTPUT / "rows.parquet"
+    return pd.read_parquet(path) if path.exists() else pd.DataFrame(columns=["task", "question", "variant", "value"])
+
+
 def run_host(host: str, rows: int | None, work: Path) -> None:
     if host != "embedded" and not (work / host).exists():
         train(host, work)
     grid = Grid.of(grid_of(host, work))
-    committed = pd.read_parquet(OUTPUT / "rows.parquet")
+    committed = committed_rows()
     known = set(committed.loc[(committed["task"] == NAME) == (host != "embedded"), "variant"]) - {"dense"}
     kept = [variant for variant in grid.variants[:rows] if variant.name not in known]
     machine, began, cpu = environment(), time.perf_counter(), time.process_time()
@@ -177,13 +182,13 @@ def pooled(work: Path) -> Comparison:
     speeds = json.loads((work / "speed.json").read_text())["rows"] if (work / "speed.json").exists() else {}
     costs = {name: costs_of(folder, speeds.get(name, {})) for name, folder in folders.items()}
 
-    known, kept = json.loads((OUTPUT / "comparison.json").read_text()), pd.read_parquet(OUTPUT / "rows.parquet")
+    known, kept = json.loads((OUTPUT / "comparison.json").read_text()), committed_rows()
     fields = {field.name for field in dataclasses.fields(Row)}
     for row in known["rows"]:
         measured.setdefault((row["variant"], row["task"]), {k: v for k, v in row.items() if k not in fields})
     for key, table in tables.items():
         before = kept[kept["task"] == key].pivot(index="question", columns="variant", values="value")
-        before = before.drop(columns=[name for name in table.variants if name in before])
+        before = before.reindex(range(len(table.values))).drop(columns=table.variants, errors="ignore")
         values = np.concatenate([table.values, before.to_numpy()], 1)
         tables[key] = replace(table, variants=[*table.variants, *before], values=values)
     rows = rows_of(tables, "dense", 0, MARGIN)
@@ -225,7 +230,7 @@ def write_report(work: Path) -> None:
     path = RESULTS / "leaderboard.json"
     before = json.loads(path.read_text())
     weights = {host: Checkpoint({"pretrained": str(work / host)}).identity() for host in FOLDS}
-    if weights != before["weights"]:
+    if weights != before["weights"] and len(committed_rows()):
         raise SystemExit(f"{work} has other fine-tuned models than the rows in {OUTPUT}; run all rows, without those")
     comparison = pooled(work)
     report.write(comparison, OUTPUT, without_texts=list(comparison.evaluated))

@@ -1,6 +1,6 @@
 """Time of `pruned-hf` against `hf` on the same requests, alternating, after a check that answers agree.
 
-    python benchmarks/unpruned_overhead.py [--rounds 5] [--threads 1]
+    python benchmarks/unpruned_overhead.py [--rounds 10] [--threads 1]
 
 Variants: `hf`, twice; `pruned-hf` without heads; with heads.
 """
@@ -25,7 +25,7 @@ HEADS = "L5H3+L15H0"
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)

@@ -12,7 +12,7 @@ LLAMACPP_VENV ?= .venv-llamacpp
 # A clean environment for the wheel and the source archive, and where they are tried.
 DIST_VENV ?= .venv-dist
 
-.PHONY: demo test test-long test-docs notebooks test-vllm test-llamacpp test-dist lint format docs dist bench \
+.PHONY: demo test test-long test-docs notebooks test-vllm test-llamacpp test-dist lint format docs dist results \
 	scoring-report clean gates size
 
 demo: $(VENV)/.installed
@@ -72,8 +72,18 @@ test-dist: dist
 		DIST=$(abspath $(DIST_VENV))/bin sh tests/installed.sh || exit 1; \
 	done
 
-bench: $(VENV)/.installed
+# What README's table shows of this code, about five core-hours on a quiet machine; the leaderboard measures rows that are
+# not committed, so without docs/results/leaderboard/rows.parquet all of them.
+results: $(VENV)/.installed-dev
+	git diff --stat --exit-code HEAD -- . ':!benchmarks/results' ':!docs' ':!README.md'
 	$(BIN)/python benchmarks/unpruned_overhead.py
+	GOMP_SPINCOUNT=1000 $(BIN)/python benchmarks/sweep_speed.py
+	$(BIN)/python benchmarks/filter_quality.py
+	$(BIN)/python benchmarks/leaderboard.py
+	$(BIN)/python benchmarks/leaderboard.py --hosts heads-first,heads-second,speed
+	$(BIN)/python benchmarks/leaderboard.py --hosts first,second
+	$(BIN)/python benchmarks/leaderboard.py --report
+	$(BIN)/python benchmarks/readme.py
 
 scoring-report: $(VENV)/.installed-dev
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/scoring_quality.py

@@ -1,6 +1,6 @@
 """What Token Filtering costs on real text, beside tokens skipped by chance and heads masked by chance: SmolLM2-135M.
 
-    python benchmarks/filter_quality.py [--problems 24] [--threads 1]
+    python benchmarks/filter_quality.py [--problems 16] [--threads 1]
 
 Perplexity by token of the solutions of GSM8K and MATH-500, after their problem; the problem is read in one pass, the
 solution token by token, as if it were decoded. Filters read all of it, or keep the problem (`decode`); each skips its
@@ -95,7 +95,7 @@ def perplexity(model: Any, pairs: list[tuple[list[int], list[int]]]) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--problems", type=int, default=24)
+    parser.add_argument("--problems", type=int, default=16)
     parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)

@@ -1,7 +1,7 @@
 """The leaderboard: configs/leaderboard/grid.yaml on three models, with paired tests on all 1,218 problems of ASDiv-A.
 
     python benchmarks/leaderboard.py [--hosts first,second] [--rows 34] [--work out/leaderboard]    rows not committed
-    python benchmarks/leaderboard.py --hosts heads-first,heads-second,speed    single heads; tokens a second, alone
+    python benchmarks/leaderboard.py --hosts heads-first,heads-second,speed    single heads; tokens a second
     python benchmarks/leaderboard.py --report           tables, page, rows and pictures of docs/results/leaderboard
 
 Hosts: `embedded`, SmolLM2-135M-Instruct (distances, perplexity, packaged problems); `first` and `second`, SmolLM2
@@ -52,6 +52,7 @@ from lmeval_prune.tasks.prompts import prompt_of, target_of
 
 ROOT = RESULTS.parent.parent
 CONFIG, OUTPUT = ROOT / "configs/leaderboard", ROOT / "docs/results/leaderboard"
+PAGE = ROOT / "docs/results/leaderboard.md"
 ASDIV = "configs/leaderboard/asdiv.yaml"
 FOLDS = {  # fine-tuned on, tested on, single heads chosen on
     "first": ("fold3+fold4", "fold0+fold1+fold2[:50%]", "fold2[50%:]"),
@@ -151,11 +152,30 @@ def checkpoints(work: Path) -> dict[str, Path]:
 
 
 def measure_speed(work: Path) -> None:
-    """Measure all checkpoints in alternation."""
-    machine = environment()
-    models = {name: load_pretrained(str(folder)).float() for name, folder in checkpoints(work).items()}
-    rows = measure(models, Workload(prompt=16, new=16, batches=BATCHES, rounds=7))
-    write_text(work / "speed.json", json.dumps({"environment": machine, "rows": rows}, indent=1))
+    """Measure the embedded model by what was removed; it follows from shapes, so one method does for each part."""
+    machine, models = environment(), {"dense": load_pretrained(embedded.resolve("smollm2-135m")).float()}
+    for part, method in (
+        ("heads and channels", "random"),
+        ("layers", "block_influence --task prune_gsm8k --windows 4"),
+    ):
+        for ratio in (0.1, 0.2, 0.3):
+            folder = work / "speed" / f"{part}_{ratio}".replace(" ", "_")
+            if not folder.exists():
+                command = f"prune --pretrained smollm2-135m --ratio {ratio} --method {method}"
+                cli([*command.split(), "--output", f"{folder}.json", "--cut", str(folder)])
+            models[f"{part}, {ratio:.0%}"] = load_pretrained(str(folder)).float()
+    rates = measure(models, Workload(prompt=16, new=16, batches=BATCHES, rounds=7, clock="processor"))
+    write("leaderboard_speed", {"environment": machine, "tokens_per_second": rates})
+    rows = [
+        {"removed": name}
+        | {f"tokens/s, batch {batch}": f"{rate[f'decode_{batch}']:.1f}" for batch in BATCHES}
+        | {
+            f"× dense, {batch}": f"{rate[f'decode_{batch}'] / rates['dense'][f'decode_{batch}']:.2f}"
+            for batch in BATCHES
+        }
+        for name, rate in rates.items()
+    ]
+    write_table(PAGE, "speed", markdown(pd.DataFrame(rows), ["removed"]))
 
 
 # ---------------------------------------------------------------------- report
@@ -178,9 +198,7 @@ def pooled(work: Path) -> Comparison:
     for name in names:
         cut_off = [comparison.rows[name, task].measured["cut_off"] for comparison in (first, second)]
         measured[name, NAME] = {"cut_off": float(np.mean(cut_off))}
-    folders = checkpoints(work)
-    speeds = json.loads((work / "speed.json").read_text())["rows"] if (work / "speed.json").exists() else {}
-    costs = {name: costs_of(folder, speeds.get(name, {})) for name, folder in folders.items()}
+    costs = {name: costs_of(folder) for name, folder in checkpoints(work).items()}
 
     known, kept = json.loads((OUTPUT / "comparison.json").read_text()), committed_rows()
     fields = {field.name for field in dataclasses.fields(Row)}
@@ -213,17 +231,13 @@ def pooled(work: Path) -> Comparison:
     )
 
 
-def costs_of(folder: Path, rates: dict[str, float]) -> dict[str, Any]:
-    """Return the parameters of a checkpoint, its bytes in float32, and its speed."""
+def costs_of(folder: Path) -> dict[str, Any]:
+    """Return the parameters of a checkpoint, and its bytes in float32."""
     count = 0
     for path in folder.glob("model*.safetensors"):
         with safe_open(path, "pt") as file:
             count += sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118
-    costs: dict[str, Any] = {"parameters": count, "weights_bytes": 4 * count}
-    if rates:
-        costs |= {"decode_tokens_per_second": rates["decode_1"], "decode_32": rates["decode_32"]}
-        costs |= {"device": "cpu", "threads": 1}
-    return costs
+    return {"parameters": count, "weights_bytes": 4 * count}
 
 
 def write_report(work: Path) -> None:
@@ -243,9 +257,7 @@ def write_report(work: Path) -> None:
     ]
     pd.concat(frames).to_parquet(OUTPUT / "rows.parquet", compression="zstd", index=False)
     rows = [summary(comparison, name) for name in comparison.variants]
-    write_table(
-        ROOT / "docs/results/leaderboard.md", "leaderboard", markdown(pd.DataFrame(rows).fillna(""), ["variant"])
-    )
+    write_table(PAGE, "leaderboard", markdown(pd.DataFrame(rows).fillna(""), ["variant"]))
     runs = {host: json.loads((work / "grids" / f"{host}.json").read_text()) for host in [*FOLDS, "embedded"]}
     runs = {host: [*(old for old in before["runs"][host] if old not in own), *own] for host, own in runs.items()}
     write("leaderboard", {"environment": environment(), "runs": runs, "weights": weights, "rows": rows})
@@ -261,8 +273,6 @@ def summary(comparison: Comparison, name: str) -> dict[str, Any]:
     costs, cells = comparison.costs[name], {"variant": name}
     cells["parameters, million"] = f"{costs['parameters'] / 1e6:.1f}" if costs else ""
     cells["MB"] = f"{costs['weights_bytes'] / 1e6:.0f}" if costs else ""
-    for batch, key in zip(BATCHES, ("decode_tokens_per_second", "decode_32"), strict=True):
-        cells |= {f"tokens/s, batch {batch}": f"{costs[key]:.0f}"} if key in costs else {}
     for task in own_texts(comparison):
         if (name, task) in comparison.rows:
             row, label = comparison.rows[name, task], "GSM8K" if "gsm8k" in task else "MATH"

@@ -190,27 +190,6 @@ def test_the_site_is_staged_with_every_result(tmp_path: Path, monkeypatch: pytes
     assert pictures and all(f"]({name})" in shown for name in pictures)
 
 
-def templates() -> set[str]:
-    """Return the texts of the code, with `…` for what is filled in."""
-    texts = set()
-    for path in [*(ROOT / "lmeval_prune").rglob("*.py"), *(ROOT / "tasks").rglob("*.py")]:
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.JoinedStr):
-                texts.add("".join(part.value if isinstance(part, ast.Constant) else "…" for part in node.values))
-            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-                texts.add(node.value)
-    return texts
-
-
-def test_the_messages_of_the_faq_are_those_of_the_code() -> None:
-    faq = (ROOT / "docs/faq.md").read_text(encoding="utf-8").partition("## Why is")[0]
-    messages = re.findall(r"^\| (`+) ?(.+?) ?\1 \| ", faq, re.MULTILINE)
-    assert len(messages) > 20
-    texts = templates()
-    for _, message in messages:
-        assert any(message in text for text in texts), message
-
-
 def test_the_defaults_of_distill_are_those_of_the_code() -> None:
     page = (ROOT / "docs/distillation.md").read_text(encoding="utf-8")
     paragraph = page.partition("**Defaults**")[2].partition("; a tenth")[0]

@@ -47,8 +47,7 @@ def variants(model_map: Any) -> Iterator[tuple[str, dict[str, Any]]]:
             for seed in range(DRAWS):
                 settings = {"ratio": ratio, "phase": phase, "similarity": "random", "seed": seed}
                 yield f"random tokens, {phase}, {ratio:.0%}, draw {seed}", {"filter": settings}
-        layers = model_map.attention[len(model_map.attention) // 2 :]
-        names = [f"{layer.label}H{number}" for layer in layers for number in range(layer.heads)]
+        names = [f"{layer.label}H{number}" for layer in model_map.attention for number in range(layer.heads)]
         for seed in range(DRAWS):
             chosen = random.Random(seed).sample(names, round(ratio * model_map.total_heads))
             yield f"random heads, {ratio:.0%}, draw {seed}", {"heads": chosen}
@@ -127,7 +126,7 @@ def main() -> None:
 
 def report(results: dict[str, Any]) -> None:
     """Write the table and the picture."""
-    lines = ["| | skipped, of all tokens × layers | GSM8K | MATH |", "| --- | --- | --- | --- |"]
+    lines = ["| | skipped, of the tokens × layers that may | GSM8K | MATH |", "| --- | --- | --- | --- |"]
     for name, row in results.items():
         skipped = f"{row['skipped']['realised']:.1%}" if "skipped" in row else ""
         lines.append(f"| {name} | {skipped} | {' | '.join(f'{x:.1f}' for x in row['perplexity'].values())} |")

@@ -127,8 +127,12 @@ def committed_rows() -> pd.DataFrame:
 
 
 def run_host(host: str, rows: int | None, work: Path) -> None:
-    if host != "embedded" and not (work / host).exists():
-        train(host, work)
+    if host != "embedded":
+        if not (work / host).exists():
+            train(host, work)
+        weights = Checkpoint({"pretrained": str(work / host)}).identity()
+        if len(committed_rows()) and weights != json.loads((RESULTS / "leaderboard.json").read_text())["weights"][host]:
+            raise SystemExit(f"{work / host} is another model than that of the rows in {OUTPUT}; run all without those")
     grid = Grid.of(grid_of(host, work))
     committed = committed_rows()
     known = set(committed.loc[(committed["task"] == NAME) == (host != "embedded"), "variant"]) - {"dense"}
@@ -214,7 +218,7 @@ def pooled(work: Path) -> Comparison:
         row.measured = {**measured[key], **row.measured}
 
     order = [variant.name for variant in Grid.of(grid_of("embedded", work)).variants]
-    names = sorted(dict.fromkeys(name for name, _ in rows), key=[*order, *names, *own.variants].index)
+    names = sorted(dict.fromkeys(name for name, _ in rows), key=[*order, *names, *kept["variant"].unique()].index)
     costs = {name: costs.get(name) or known["costs"].get(name, {}) for name in names}
     gains: dict[str, dict[str, float]] = {key: {} for key in tables}
     for row in rows.values():
@@ -241,11 +245,7 @@ def costs_of(folder: Path) -> dict[str, Any]:
 
 
 def write_report(work: Path) -> None:
-    path = RESULTS / "leaderboard.json"
-    before = json.loads(path.read_text())
-    weights = {host: Checkpoint({"pretrained": str(work / host)}).identity() for host in FOLDS}
-    if weights != before["weights"] and len(committed_rows()):
-        raise SystemExit(f"{work} has other fine-tuned models than the rows in {OUTPUT}; run all rows, without those")
+    before = json.loads((RESULTS / "leaderboard.json").read_text())
     comparison = pooled(work)
     report.write(comparison, OUTPUT, without_texts=list(comparison.evaluated))
     (OUTPUT / "report.md").unlink()  # the page has it
@@ -260,12 +260,9 @@ def write_report(work: Path) -> None:
     write_table(PAGE, "leaderboard", markdown(pd.DataFrame(rows).fillna(""), ["variant"]))
     runs = {host: json.loads((work / "grids" / f"{host}.json").read_text()) for host in [*FOLDS, "embedded"]}
     runs = {host: [*(old for old in before["runs"][host] if old not in own), *own] for host, own in runs.items()}
+    weights = {host: Checkpoint({"pretrained": str(work / host)}).identity() for host in FOLDS}
     write("leaderboard", {"environment": environment(), "runs": runs, "weights": weights, "rows": rows})
     draw(comparison)
-
-
-def own_texts(comparison: Comparison) -> list[str]:
-    return [task for task in comparison.evaluated if task.endswith("_text")]
 
 
 def summary(comparison: Comparison, name: str) -> dict[str, Any]:
@@ -273,7 +270,7 @@ def summary(comparison: Comparison, name: str) -> dict[str, Any]:
     costs, cells = comparison.costs[name], {"variant": name}
     cells["parameters, million"] = f"{costs['parameters'] / 1e6:.1f}" if costs else ""
     cells["MB"] = f"{costs['weights_bytes'] / 1e6:.0f}" if costs else ""
-    for task in own_texts(comparison):
+    for task in [task for task in comparison.evaluated if task.endswith("_text")]:
         if (name, task) in comparison.rows:
             row, label = comparison.rows[name, task], "GSM8K" if "gsm8k" in task else "MATH"
             cells[f"{label}: word perplexity"] = level(row, row.mean)
@@ -324,15 +321,7 @@ def draw(comparison: Comparison) -> None:
         ):
             kld = comparison.rows[name, text].measured.get("mean_kld")
             lost = -100 * (comparison.rows[name, NAME].difference or 0)
-            part = next(
-                (
-                    i
-                    for i, word in enumerate(("layers", "random", "token", "heads", "channels", "probe"))
-                    if word in name
-                ),
-                6,
-            )
-            axes.plot(kld, lost, color=COLOURS[part % len(COLOURS)], marker="o", ms=4, ls="")
+            axes.plot(kld, lost, color=COLOURS[0], marker="o", ms=4, ls="")
             axes.annotate(name, (kld, lost), fontsize=5, xytext=(3, 0), textcoords="offset points")
     axes.set_xscale("log")
     axes.minorticks_off()

@@ -4,11 +4,10 @@
         [--parts sweep,router,fewshot-4,choice] [--device cpu]
 
 Parts: `sweep`, each question dense and with 8 heads; `fewshot-N`, the same for N questions after the 8 examples of
-lm-eval's gsm8k_cot (`fewshot-N-off`: the engine without common prefixes); `router`, some questions with 8 heads of
-their own each; `choice`, log-likelihoods of choices, dense and with 8 heads, without examples and with 5; `factors`,
-the sweep on a few questions with each idea of the engine switched off in turn. Before a ratio is written, the texts of
-both are compared: every difference must start where the two largest logits are nearly equal (`choice`: values and the
-order of the choices).
+lm-eval's gsm8k_cot; `router`, some questions with 8 heads each, of as many as leave `hf` full batches; `choice`,
+log-likelihoods of choices, dense and with 8 heads, without examples and with 5; `factors`, the sweep on a few questions
+with each idea of the engine switched off in turn. Before a ratio is written, the texts of both are compared: every
+difference must start where the two largest logits are nearly equal (`choice`: values and the order of the choices).
 """
 
 from __future__ import annotations
@@ -187,22 +186,6 @@ def _wait() -> None:
         torch.cuda.synchronize()
 
 
-def by_rows(work: Work) -> dict[int, float]:
-    """Measure GFLOP/s of the matrix products of all the model's layers and its head, by the rows of a step.
-
-    All weights are read in each round, as in a step: a layer's alone would stay in the processor's cache.
-    """
-    products = [m for m in work.lm.model.modules() if isinstance(m, torch.nn.Linear)]
-    operations = 2 * sum(m.weight.numel() for m in products)  # of a row
-    rates = {}
-    for rows in (1, 8, 32, 64, 128, 192, 512):
-        inputs = {m.in_features: torch.randn(rows, m.in_features, device=work.lm.device) for m in products}
-        with torch.inference_mode():
-            best = min(_seconds(lambda inputs=inputs: [m(inputs[m.in_features]) for m in products]) for _ in range(5))
-        rates[rows] = round(operations * rows / best / 1e9, 1)
-    return rates
-
-
 def profile(work: Work, pairs: Pairs) -> dict[str, float]:
     """Return the shares of the engine's time by kind of operation."""
     from torch.profiler import ProfilerActivity
@@ -368,7 +351,6 @@ def main() -> None:
     work = Work(embedded.resolve("smollm2-135m"), questions, options.tokens, options.device)
     highest = peak(options.device)
     results["gemm_peak_gflops"] = round(highest / 1e9, 1)
-    results["gemm_gflops_by_rows"] = by_rows(work)
     rng = random.Random(0)
     # as many questions a head as 64 questions have with the 45 heads of five layers: hf's batches are then of that size
     pool = rng.sample(POOL, max(8, round(len(POOL) * options.router_questions / 64)))
@@ -383,16 +365,15 @@ def main() -> None:
         dense: Pairs = [(i, None) for i in range(options.questions)]
         best, results["hf_dense_seconds_by_batch"] = best_batch(work, dense, batches)
     for part in (name for name in everything if name in parts):
-        run, pairs, schedule = work, everything[part], Schedule()
+        run, pairs = work, everything[part]
         if part.startswith("fewshot"):
             run = Work(embedded.resolve("smollm2-135m"), questions, options.tokens, options.device)
             run.use_examples(questions)
-            schedule = Schedule(prefix=0) if part.endswith("off") else schedule
             few = [pair for pair in pairs if pair[1] is None]
             best, results[f"hf_dense_seconds_by_batch_{part}"] = best_batch(run, few, batches)
         runs = results[part] = []
         for _ in range(options.runs):
-            engine = run.engine(schedule)
+            engine = run.engine()
             engine_texts, seconds = timed(lambda run=run, pairs=pairs, engine=engine: run.by_engine(pairs, engine))
             hf_texts, hf = timed(lambda run=run, pairs=pairs, best=best: run.by_hf(pairs, best))
             figures = {

@@ -126,7 +126,8 @@ def _unsupported(key: torch.Tensor, value: torch.Tensor, rule: Rule) -> str | No
 def _random_scores(valid: np.ndarray, counts: np.ndarray, rule: Rule) -> np.ndarray:
     """Return the standard normal number of each token by its position in the sequence, (rows, tokens)."""
     positions = np.maximum(counts[:, None] + valid.cumsum(1) - 1, 0)
-    return _normals(rule.seed, rule.layer, int(positions.max()).bit_length())[positions]
+    numbers = _normals(rule.seed, rule.layer, int(positions.max()).bit_length())[positions]
+    return np.where(positions < rule.warmup, 1 - 2 * (positions % 2), numbers)  # a first threshold without chance
 
 
 @cache

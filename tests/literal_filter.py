@@ -38,6 +38,8 @@ def cosine(a: torch.Tensor, b: torch.Tensor) -> float:
 def similarity(key: torch.Tensor, value: torch.Tensor, state: State, rule: Rule) -> float | None:
     """Return S of a token from its keys and values, (key-value heads, width) each; eqs. 1 and 2; None of the first."""
     if rule.similarity == "random":
+        if rule.phase == "all" and state.count < rule.warmup:
+            return (-1.0) ** state.count
         return float(np.random.default_rng([rule.seed, rule.layer]).standard_normal(state.count + 1)[state.count])
     if state.anchor_key is None or state.anchor_value is None:
         return None

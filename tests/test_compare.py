@@ -513,23 +513,3 @@ def test_the_page_of_runs_in_a_browser(browser: Any, runs: dict[str, Path], tmp_
     assert difference in page.inner_text("tr[data-variant=second]")
     assert errors == []
     page.close()
-
-
-def test_neither_torch_nor_lm_eval_is_imported(runs: dict[str, Path], tmp_path: Path) -> None:
-    program = f"""
-import sys
-
-class Blocked:
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in ("torch", "transformers", "lm_eval", "datasets"):
-            raise ImportError(f"{{name}} is blocked")
-
-sys.meta_path.insert(0, Blocked())
-from lmeval_prune.cli import main
-sys.exit(main(["compare", {str(runs["a"])!r}, {str(runs["c"])!r}, "--output", {str(tmp_path)!r}]))
-"""
-    completed = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert completed.returncode == 0, completed.stderr
-    assert "| tiny_group" in completed.stdout and (tmp_path / "page.html").is_file()
-    report = (tmp_path / "report.md").read_text()
-    assert "## Summary" in report and "- c: hf (pretrained=" in report

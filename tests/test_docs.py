@@ -8,7 +8,6 @@ import json
 import re
 import tomllib
 from collections.abc import Iterator
-from dataclasses import fields
 from itertools import pairwise
 from pathlib import Path
 
@@ -19,7 +18,6 @@ import lmeval_prune
 from lmeval_prune import decoding
 from lmeval_prune.architectures.table import FAMILIES
 from lmeval_prune.cli import COMMANDS, main
-from lmeval_prune.distillation.options import DistillOptions
 from lmeval_prune.interventions import attention_call, probe_pruning
 from lmeval_prune.interventions.table import METHODS
 from lmeval_prune.models.arguments import argument_names
@@ -188,15 +186,6 @@ def test_the_site_is_staged_with_every_result(tmp_path: Path, monkeypatch: pytes
     shown = (tmp_path / "results.md").read_text(encoding="utf-8")
     pictures = {str(path.relative_to(ROOT)) for path in (ROOT / "docs/results").rglob("*.png")}
     assert pictures and all(f"]({name})" in shown for name in pictures)
-
-
-def test_the_defaults_of_distill_are_those_of_the_code() -> None:
-    page = (ROOT / "docs/distillation.md").read_text(encoding="utf-8")
-    paragraph = page.partition("**Defaults**")[2].partition("; a tenth")[0]
-    listed = dict(re.findall(r"`--(\w+) ([^`]+)`", paragraph))
-    defaults = {field.name: field.default for field in fields(DistillOptions)}
-    assert len(listed) > 15
-    assert listed == {name: str(defaults[name]).replace("True", "true").replace("False", "false") for name in listed}
 
 
 def test_every_preset_is_in_their_table() -> None:

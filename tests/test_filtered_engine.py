@@ -63,12 +63,17 @@ def test_every_family_gives_what_generate_gives(family: str, changes: dict[str, 
 
 
 @pytest.mark.parametrize("options", [{"similarity": "random"}, {"phase": "decode"}], ids=str)
-def test_chance_and_answers_alone_give_what_generate_gives(options: dict[str, Any]) -> None:
+def test_chance_and_answers_alone_give_what_generate_gives(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where a token is decided in a batch of one."""
+    monkeypatch.setattr("lmeval_prune.decoding.scheduler.near_tied_argmax", lambda logits: logits.argmax(-1) % 3 == 0)
     model = model_of("llama")
     requests = some_requests(model, seed=1, longest=20)
     dense = answers(Engine(model, Letters()), requests)
-    with TokenFilter(**QUICK, **options).applied_to(model):
-        assert check(Engine(model, Letters(), max_rows=3), requests, model) != dense
+    for deterministic in (False, True):
+        with TokenFilter(**QUICK, **options).applied_to(model):
+            assert check(Engine(model, Letters(), max_rows=3, deterministic=deterministic), requests, model) != dense
 
 
 @settings(max_examples=5, deadline=None, suppress_health_check=list(HealthCheck))

@@ -39,14 +39,6 @@ RNG = np.random.default_rng(0)
 # ---------------------------------------------------------------------- statistics
 
 
-def test_mcnemar_by_brute_force() -> None:
-    """All ways in which the questions that differ could have gone."""
-    for better, worse in ((3, 1), (5, 0), (2, 2), (6, 1)):
-        n = better + worse
-        ways = [abs(2 * sum(way) - n) >= abs(better - worse) for way in itertools.product((0, 1), repeat=n)]
-        assert mcnemar_test(np.array([better]), np.array([worse]))[0] == pytest.approx(np.mean(ways))
-
-
 @pytest.mark.parametrize(("better", "worse"), [(0, 0), (3, 9), (12, 2), (40, 55), (0, 25)])
 def test_the_test_of_a_margin_against_the_likeliest_shares_on_a_grid(better: int, worse: int) -> None:
     """Tango's score test: the shares of the three outcomes that are likeliest, given that the variant loses 5 points."""

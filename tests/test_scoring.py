@@ -1,13 +1,10 @@
 """Extraction and comparison of numbers."""
 
-import re
 import time
 import unicodedata
-from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -146,14 +143,3 @@ def test_what_was_read_as_a_number_is_read_as_the_same_again(text: str) -> None:
     answer = extract(text, NumberReader()).answer
     if readings(answer):
         assert numbers_equal(extract(f"The answer is {answer}.", NumberReader()).answer, answer)
-
-
-WORD_LISTS = sorted((Path(normalisation.__file__).parent / "words").glob("*.yaml"))
-
-
-def test_every_list_of_words_is_read_by_the_code() -> None:
-    sources = [path.read_text("utf-8") for path in WORD_LISTS[0].parents[1].glob("*.py")]
-    source = "".join([*sources, *(path.read_text("utf-8") for path in WORD_LISTS)])
-    for path in WORD_LISTS:
-        lists = yaml.load(path.read_text("utf-8"), yaml.BaseLoader)
-        assert [name for name in lists if not re.search(rf"[(\"']{name}[\"']|{{{{{name}}}}}", source)] == [], path.name

@@ -33,7 +33,7 @@ from lmeval_prune import HeadMask, Plan, TokenFilter, cut, load_pretrained, map_
 from lmeval_prune.models.pruned_hf import PrunedHFLM
 from tests.conftest import task_manager
 from tests.forks import Fork
-from tests.gates import command, outcomes, plan_of, read_text, tiny_model
+from tests.gates import command, outcomes, read_text, tiny_model
 
 pytestmark = pytest.mark.gate
 HEADS, OTHER = "L0H1+L1H2-3", "L2H0"
@@ -389,19 +389,6 @@ def test_nothing_is_pruned_by_nan(model: Path, tmp_path: Path) -> None:
         assert not done(*words, "--pretrained", broken, "--output", file) and not file.exists()
         assert done(*words, "--pretrained", model, "--output", file)
         file.unlink()
-
-
-def test_windows_of_calibration_have_the_bos_token_of_a_prompt(model: Path, tmp_path: Path) -> None:
-    bos = with_bos(copied(model, tmp_path / "bos"))
-
-    def scores(folder: Path, before: str) -> Any:
-        text, file = read_text(tmp_path), tmp_path / f"{len(before)}-{folder.name}.json"
-        text.write_text(before + text.read_text())
-        words = ("--text", text, "--windows", 1, "--tokens", 32, "--output", file)
-        assert done("importance", "--pretrained", folder, *words)
-        return plan_of(file)["tensors"]
-
-    assert scores(bos, "") == scores(model, "<s>") != scores(model, "")
 
 
 METHODS: list[dict[str, Any]] = [

@@ -116,16 +116,8 @@ def reference(model: Any, token_filter: TokenFilter, stack: ExitStack, prompt: i
     """
     model_map = map_model(model)
     labels = {layer.label for layer in token_filter.layers(model_map)}
-    shared = Rule(
-        token_filter.share(model_map),
-        token_filter.similarity,
-        token_filter.fusion,
-        token_filter.step_size,
-        token_filter.smoothing,
-        token_filter.warmup,
-        phase=token_filter.phase,
-        seed=token_filter.seed,
-    )
+    names = ("similarity", "fusion", "step_size", "smoothing", "warmup", "phase", "seed")
+    shared = Rule(token_filter.share(model_map), **{name: getattr(token_filter, name) for name in names})
 
     def handle(call: Any, attend: Any) -> Any:
         if call.layer.label not in labels:

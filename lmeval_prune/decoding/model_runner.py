@@ -20,6 +20,7 @@ from lmeval_prune.decoding.kv_cache import KVCache
 from lmeval_prune.errors import InputError
 from lmeval_prune.interventions.applied import preserve_state
 from lmeval_prune.interventions.attention_call import Packed, UnsupportedAttention, replace_attention
+from lmeval_prune.interventions.base import interventions_on
 from lmeval_prune.interventions.head_mask import HeadMask, RowMasks
 
 PASS, GPU_PASS = 2048, 8192  # `ModelRunner.largest_pass`: it bounds how long new prompts delay running rows
@@ -202,10 +203,16 @@ class ModelRunner:
             replace_attention(self._model_map, cache, stack)
             yield
 
-    def forward_alone(self, tokens: Sequence[int], mask: int) -> torch.Tensor:
-        """Return the logits after `tokens`, (vocabulary,), computed in a batch of one with a cache of its own."""
-        with self.storing_in(KVCache(1, len(tokens))), preserve_state(self._model):
-            return self.forward([Chunk(0, 0, mask, tokens, len(tokens) - 1)])[0][0]
+    def forward_alone(self, prompt: Sequence[int], answer: Sequence[int], mask: int) -> torch.Tensor:
+        """Return the logits after an answer, (vocabulary,), computed in a batch of one with a cache of its own."""
+        parts, cached = [prompt, *([token] for token in answer)], 0  # as it was decoded
+        if all(intervention.tokenwise for intervention in interventions_on(self._model)):
+            parts = [[*prompt, *answer]]
+        with self.storing_in(KVCache(1, len(prompt) + len(answer))), preserve_state(self._model):
+            for part in parts:
+                logits = self.forward([Chunk(0, cached, mask, part, len(part) - 1)])[0]
+                cached += len(part)
+        return logits[0]
 
     def _logits(
         self, tokens: Sequence[int], masks: Sequence[int], positions: torch.Tensor, with_logits: Sequence[int]

@@ -175,7 +175,7 @@ class Scheduler:
             if not takes_argmax:
                 near_tie = self.deterministic and self.sampler.near_tie(scores, request, answer)
             if near_tie:  # decided in a batch of one
-                scores = self.runner.forward_alone([*request.prompt, *answer], row.mask)
+                scores = self.runner.forward_alone(request.prompt, answer, row.mask)
                 token = int(scores.float().argmax())
             if not takes_argmax:
                 token = self.sampler.choose(scores, request, answer)

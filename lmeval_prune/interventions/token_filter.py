@@ -59,7 +59,7 @@ class TokenFilter(Intervention):
         tail: share of the layers that filter: `Y` in eq. 3. Each skips `ratio / tail` of its tokens.
         focus: layers that filter: the last (`tail`), the first (`head`), or all (`uniform`; `tail` has no effect).
         similarity: of keys (`key`), of values (`value`), or of keys and values fused (`kv`); or a normal random number
-            by layer and position (`random`), the method's control at the same share.
+            by layer and position (`random`), the method's control at the same target share.
         fusion: `inverse_variance`: the similarity with the smaller variance over heads weighs more, as in the paper's
             text; `as_printed`: its eq. 1.
         state: `request`: each sequence has its own threshold; `run`: all sequences of a layer share one, so that

@@ -83,6 +83,8 @@ def compare_runs(
         _align(task, by_run, allow_different, notes)
     tables = _tables(evaluations, base, names, metric, by, table_notes)
     rows = rows_of(tables, base.name, seed, margin)
+    if margin:
+        notes.append(f"p margin: of the hypothesis that a variant loses {margin:g} points or more")
     for run in runs:
         for task in [task for task in tables if (run.name, task) in rows]:
             row = rows[run.name, task]

@@ -186,7 +186,8 @@ class TokenFilter(Intervention):
         if realised is not None and realised < self.ratio / 2:
             logger.warning(
                 "token_filter: %.1f%% of tokens × layers skipped attention instead of %.1f%%: texts may be too short "
-                "(none of their first %d tokens skips: warmup), or the threshold adapts too slowly (step_size=%g)",
+                "(none of their first %d tokens skips: warmup; with phase=decode, none that is read at once), or the "
+                "threshold adapts too slowly (step_size=%g)",
                 *(100 * realised, 100 * self.ratio, self.warmup, self.step_size),
             )
         statistics = {

@@ -20,7 +20,8 @@ ROWS = {
     "SlimGPT **{lost[slimgpt 0.2]}** at 20%, {lost[slimgpt 0.3]} at 30%; three of thirty layers lose "
     "{lost[layers by block_kl, 0.1]}, random choices of 10% {chance[0]:.0f} to {chance[2]:.0f} "
     "([leaderboard](docs/results/leaderboard.md))",
-    "Token Filtering": "perplexity {filter[dense]:.1f} → {filter[filter, all]:.1f}; random tokens "
+    "Token Filtering": "of {dense} points {lost[token filter 0.2]} are lost, {lost[random tokens 0.2, draw 0]} where "
+    "tokens skip by chance; perplexity of solutions {filter[dense]:.1f} → {filter[filter, all]:.1f}; random tokens "
     "{filter[random tokens, all]:.1f}, random heads that save as much arithmetic {filter[random heads]:.1f}; "
     "with the problem kept {filter[filter, decode]:.1f}, random {filter[random tokens, decode]:.1f} "
     "([measured](docs/methods.md#measured))",

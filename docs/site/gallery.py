@@ -39,7 +39,7 @@ FOLDERS = {
     "token_filtering": (
         "Token Filtering",
         "python benchmarks/filter_quality.py",
-        "e7760e37 (pictures 7c50aa78, map d513a835)",
+        "2bb5e152 (map d513a835)",
     ),
 }
 PAGES = {"athena": "distillation", "grid": "compare", "scoring": "tasks",

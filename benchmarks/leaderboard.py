@@ -13,13 +13,12 @@ from __future__ import annotations
 
 import argparse
 import copy
-import dataclasses
 import json
 import logging
 import math
 import re
 import time
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -205,9 +204,9 @@ def pooled(work: Path) -> Comparison:
     costs = {name: costs_of(folder) for name, folder in checkpoints(work).items()}
 
     known, kept = json.loads((OUTPUT / "comparison.json").read_text()), committed_rows()
-    fields = {field.name for field in dataclasses.fields(Row)}
+    own_fields = {field.name for field in fields(Row)}
     for row in known["rows"]:
-        measured.setdefault((row["variant"], row["task"]), {k: v for k, v in row.items() if k not in fields})
+        measured.setdefault((row["variant"], row["task"]), {k: v for k, v in row.items() if k not in own_fields})
     for key, table in tables.items():
         before = kept[kept["task"] == key].pivot(index="question", columns="variant", values="value")
         before = before.reindex(range(len(table.values))).drop(columns=table.variants, errors="ignore")

@@ -5,9 +5,9 @@
 
 Parts: `sweep`, each question dense and with 8 heads; `fewshot-N`, the same for N questions after the 8 examples of
 lm-eval's gsm8k_cot; `router`, some questions with 8 heads each, of as many as leave `hf` full batches; `choice`,
-log-likelihoods of choices, dense and with 8 heads, without examples and with 5; `factors`, the sweep on a few questions
-with each idea of the engine switched off in turn. Before a ratio is written, the texts of both are compared: every
-difference must start where the two largest logits are nearly equal (`choice`: values and the order of the choices).
+log-likelihoods of choices, dense and with 8 heads, without examples and with 5. Before a ratio is written, the texts of
+both are compared: every difference must start where the two largest logits are nearly equal (`choice`: values and the
+order of the choices).
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import lm_eval
 import numpy as np
@@ -35,7 +34,7 @@ from lm_eval.models.huggingface import HFLM
 
 from lmeval_prune.architectures import ModelMap, map_model
 from lmeval_prune.checkpoints import embedded
-from lmeval_prune.decoding import Engine, LikelihoodRequest, Schedule, kv_cache
+from lmeval_prune.decoding import Engine, LikelihoodRequest, Schedule
 from lmeval_prune.decoding.groups import common_prefixes
 from lmeval_prune.interventions import HeadMask
 from lmeval_prune.models import generation
@@ -94,8 +93,8 @@ class Work:
         texts = generation.generate_until(self.lm, engine, self.instances(questions), [0] * len(pairs), done, 0, masks)
         return dict(zip(pairs, texts, strict=True))
 
-    def engine(self, schedule: Schedule | None = None, **options: Any) -> Engine:
-        engine = Engine(self.lm.model, self.lm.tokenizer, model_map=self.model_map, schedule=schedule, **options)
+    def engine(self) -> Engine:
+        engine = Engine(self.lm.model, self.lm.tokenizer, model_map=self.model_map)
         assert engine.unsupported is None
         return engine
 
@@ -184,28 +183,6 @@ def _seconds(run: Callable[[], Any]) -> float:
 def _wait() -> None:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
-
-
-def profile(work: Work, pairs: Pairs) -> dict[str, float]:
-    """Return the shares of the engine's time by kind of operation."""
-    from torch.profiler import ProfilerActivity
-    from torch.profiler import profile as profiler
-
-    kinds = {
-        "matrix products": ("mm", "addmm", "linear", "bmm", "matmul"),
-        "attention": ("scaled_dot_product", "_scaled_dot_product"),
-        "cache": ("index_put", "index", "copy_", "clone", "zeros", "zero_", "fill_", "masked_fill"),
-        "choosing tokens": ("argmax", "topk"),
-    }
-    with profiler(activities=[ProfilerActivity.CPU]) as recorded:
-        _, seconds = timed(lambda: work.by_engine(pairs, work.engine()))
-    shares: dict[str, float] = defaultdict(float)
-    for event in recorded.key_averages():
-        name = event.key.removeprefix("aten::")
-        kind = next((k for k, names in kinds.items() if name.startswith(names)), "other operations")
-        shares[kind] += event.self_cpu_time_total / 1e6 / seconds
-    shares["outside operations (Python, profiler)"] = 1 - sum(shares.values())
-    return {name: round(share, 3) for name, share in sorted(shares.items(), key=lambda item: -item[1])}
 
 
 # ---------------------------------------------------------------- choices
@@ -335,12 +312,10 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--parts", default="sweep,router,fewshot-4,choice")
     parser.add_argument("--router-questions", type=int, default=8)
-    parser.add_argument("--factor-questions", type=int, default=16)
-    parser.add_argument("--factor-repeats", type=int, default=2, help="rounds of that part; the fastest of each counts")
     parser.add_argument("--batches", default="16,32,64")
     parser.add_argument("--choice-questions", type=int, default=2)
     parser.add_argument("--choice-batches", default="4,16", help="hf's batch sizes in that part")
-    parser.add_argument("--runs", type=int, default=3, help="measurements of each part but `factors`")
+    parser.add_argument("--runs", type=int, default=3, help="measurements of each part")
     parser.add_argument("--name", default="engine")
     parser.add_argument("--device", default="cpu", help="torch's name of it")
     options = parser.parse_args()
@@ -390,7 +365,7 @@ def main() -> None:
             runs.append(figures)
             print(part, figures, flush=True)
             write(options.name, results)
-    if "choice" in options.parts.split(","):
+    if "choice" in parts:
         batches = [int(batch) for batch in options.choice_batches.split(",")]
         for shots in (0, 5):
             variants = [None, *SWEEP]
@@ -401,12 +376,6 @@ def main() -> None:
                 )
                 print(runs[-1], flush=True)
                 write(options.name, results)
-    if "factors" in options.parts.split(","):
-        few = [pair for pair in everything["sweep"] if pair[0] < options.factor_questions]
-        results["factors"] = factors(work, few, options.factor_repeats)
-        results["profile"] = profile(work, few)
-        print(results["factors"], results["profile"])
-        write(options.name, results)
 
 
 def few_shot_pairs(part: str) -> Pairs:
@@ -424,52 +393,6 @@ def best_batch(work: Work, pairs: Pairs, batches: Sequence[int]) -> tuple[int, d
         if batch >= len(pairs):
             break
     return min(rates, key=lambda batch: rates[batch]), rates
-
-
-def by_sdpa(work: Work, pairs: Pairs) -> dict:
-    """Answer by the engine without the compiled attention."""
-    with patch.object(kv_cache, "_COMPILED", ()):
-        return work.by_engine(pairs, work.engine())
-
-
-def factors(work: Work, pairs: Pairs, repeats: int) -> dict[str, Any]:
-    """Time the same work with one idea switched off each time; the texts must stay the same but for near-ties.
-
-    Rounds over all of them, so that a noisy minute does not fall on one; the fastest round of each counts. The fourth
-    idea, keys and values stored in place, cannot be switched off; the profile has its share.
-    """
-    by_mask = [[pair for pair in pairs if pair[1] == head] for head in dict.fromkeys(head for _, head in pairs)]
-    runs: dict[str, Callable[[], dict]] = {
-        "all on": lambda: work.by_engine(pairs, work.engine()),
-        "1 off: one mask at a time (nothing is shared either)": lambda: {
-            key: text for part in by_mask for key, text in work.by_engine(part, work.engine()).items()
-        },
-        "2 off: each request by itself (no followers either)": lambda: work.by_engine(
-            pairs, work.engine(Schedule(share=False))
-        ),
-        "5 off: no common prefixes": lambda: work.by_engine(pairs, work.engine(Schedule(prefix=0))),
-        "6 off: PyTorch's attention in each step": lambda: by_sdpa(work, pairs),
-    }
-    work.by_engine(pairs[:9], work.engine())  # whatever is slow only once
-    seconds: dict[str, list[float]] = defaultdict(list)
-    parted: dict[str, int] = {}
-    reference: dict = {}
-    for _ in range(repeats):
-        for name, run in runs.items():
-            texts, spent = timed(run)
-            seconds[name].append(round(spent, 1))
-            reference = reference or texts
-            parted[name] = len(work.compare(texts, reference)["gaps_where_others_part"])
-            print(name, seconds[name], flush=True)
-    base = min(seconds["all on"])
-    return {
-        name: {
-            "seconds": spent,
-            "times_all_on": round(min(spent) / base, 2),
-            "texts_that_part_at_near_ties": parted[name],
-        }
-        for name, spent in seconds.items()
-    }
 
 
 if __name__ == "__main__":

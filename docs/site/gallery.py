@@ -21,7 +21,6 @@ FOLDERS = {
         "python benchmarks/sprint_race.py",
         "7ddf599a (choices d87d707b, plan 4971af87, rates 7211b0f4)",
     ),
-    "decoding": ("The decoding engine, in parts", "python benchmarks/sweep_speed.py --parts factors", "bebfe022"),
     "distillation": (
         "Recursive distillation",
         "python benchmarks/distillation_result.py --report",
@@ -47,11 +46,9 @@ PAGES = {"athena": "distillation", "grid": "compare", "scoring": "tasks",
 # Where a file records no single clean commit: the one that wrote it.
 WRITTEN = {
     "distillation": "e8836950",
-    "distillation_recipes": "ed93acbd", "engine_matrix": "d87d7a88",
-    "serving": "209df50c", "smaller_model_cpu": "05dde7ad", "smaller_model_gpu": "2f5804df",
+    "distillation_recipes": "ed93acbd", "smaller_model_cpu": "05dde7ad", "smaller_model_gpu": "2f5804df",
     "smaller_model_greedy": "b4a59f96", "smaller_model_untrained": "69e1a559", "smaller_model_verdict": "df130eb0",
-    "sprint_race": "7ddf599a", "sprint_result": "94200958", "sweep_factors": "bebfe022",
-    "token_filter_cpu": "f1077ba3",
+    "sprint_race": "7ddf599a", "sprint_result": "94200958",
 }  # fmt: skip
 MISSING = {"3c3bff8", "6b1bf028", "2bcd5138"}  # recorded, but not in the history
 
@@ -92,7 +89,7 @@ def page(root: Path) -> str:
         "`benchmarks/` any more: `git worktree add ../then COMMIT && cd ../then`, and there. "
         f"*State*: {unclean} of {len(results)} files name code that was not committed or a commit that is not in the "
         "repository; the commit is then the one that wrote the file. They are of the smaller model, ATHENA, SPRINT "
-        "and its race, which stay as measured, and of vLLM, small batches and the filter's time.",
+        "and its race, which stay as measured.",
     ]
     return "\n\n".join([*filter(None, parts), "\n".join(lines)]) + "\n"
 

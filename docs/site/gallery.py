@@ -46,7 +46,7 @@ PAGES = {"athena": "distillation", "grid": "compare", "scoring": "tasks",
 # Where a file records no single clean commit: the one that wrote it.
 WRITTEN = {
     "distillation": "e8836950",
-    "distillation_recipes": "ed93acbd", "smaller_model_cpu": "05dde7ad", "smaller_model_gpu": "2f5804df",
+    "distillation_recipes": "ed93acbd", "smaller_model_cpu": "05dde7ad",
     "smaller_model_greedy": "b4a59f96", "smaller_model_untrained": "69e1a559", "smaller_model_verdict": "df130eb0",
     "sprint_race": "7ddf599a", "sprint_result": "94200958",
 }  # fmt: skip
@@ -88,8 +88,8 @@ def page(root: Path) -> str:
         "Files of `benchmarks/results`; each names its processor and versions. A command whose script is not in "
         "`benchmarks/` any more: `git worktree add ../then COMMIT && cd ../then`, and there. "
         f"*State*: {unclean} of {len(results)} files name code that was not committed or a commit that is not in the "
-        "repository; the commit is then the one that wrote the file. They are of the smaller model, ATHENA, SPRINT "
-        "and its race, which stay as measured.",
+        "repository; the commit is then the one that wrote the file. They are of the smaller model, of ATHENA and "
+        "SmolLM2 distilled, and of SPRINT's first comparison, which stay as measured.",
     ]
     return "\n\n".join([*filter(None, parts), "\n".join(lines)]) + "\n"
 

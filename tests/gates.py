@@ -4,10 +4,10 @@
     python -m tests.gates --parts families   only these parts
     python -m tests.gates --write            write the golden values of the base commit's code
 
-`golden/PART.json` holds what the code computed at the commit `golden/BASE`: decisions and texts are compared for equality,
-figures to 4 digits, runs of channels up to 3 (of about 270), since machines differ in the last ones. Digests of tensors (`sha`) are of one machine: they are compared with
-those that the base commit's own code computes here, in a worktree of git, once. The same worktree is the other side of the
-measured speed. Only commands and what `lmeval_prune` exports are called, so that the package can change below them.
+`golden/PART.json` holds what the code computed at the commit `golden/BASE`: decisions and texts are compared for equality, figures
+to 4 digits, runs of channels up to 3 (of about 270), since machines differ in the last ones. Digests of tensors (`sha`) are of one
+machine: they are compared with those that the base commit's own code computes here, in a worktree, once. The same worktree is
+the other side of the measured speed. Only commands and what `lmeval_prune` exports are called: the package can change below them.
 """
 
 from __future__ import annotations

@@ -31,8 +31,8 @@ def execute(path: Path) -> dict[str, Any]:
         [str(Path(sys.executable).parent), os.environ["PATH"]]
     )  # for lines that begin with !
     with tempfile.TemporaryDirectory() as folder:
-        client = NotebookClient(notebook, timeout=600, record_timing=False, resources={"metadata": {"path": folder}})
-        client.execute()
+        where = {"metadata": {"path": folder}}
+        NotebookClient(notebook, timeout=600, record_timing=False, coalesce_streams=True, resources=where).execute()
     for number, cell in enumerate(notebook.cells, 1):
         cell.id, cell.metadata = f"cell-{number}", {}
         if cell.cell_type == "code":

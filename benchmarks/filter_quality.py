@@ -122,7 +122,7 @@ def main() -> None:
 
 def report(results: dict[str, Any]) -> None:
     """Write the table and the picture."""
-    lines = ["| | skipped, of the tokens × layers that may | GSM8K | MATH |", "| --- | --- | --- | --- |"]
+    lines = ["| | skipped, of the tokens that may × all layers | GSM8K | MATH |", "| --- | --- | --- | --- |"]
     for name, row in results.items():
         skipped = f"{row['skipped']['realised']:.1%}" if "skipped" in row else ""
         lines.append(f"| {name} | {skipped} | {' | '.join(f'{x:.1f}' for x in row['perplexity'].values())} |")

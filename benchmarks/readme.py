@@ -6,7 +6,6 @@ python benchmarks/readme.py
 from __future__ import annotations
 
 import json
-from statistics import median
 from typing import Any
 
 from _record import RESULTS
@@ -20,13 +19,12 @@ ROWS = {
     "SlimGPT **{lost[slimgpt 0.2]}** at 20%, {lost[slimgpt 0.3]} at 30%; three of thirty layers lose "
     "{lost[layers by block_kl, 0.1]}, random choices of 10% {chance[0]:.0f} to {chance[2]:.0f} "
     "([leaderboard](docs/results/leaderboard.md))",
-    "Token Filtering": "of {dense} points {lost[token filter 0.2]} are lost, {lost[random tokens 0.2, draw 0]} where "
-    "tokens skip by chance; perplexity of solutions {filter[dense]:.1f} → {filter[filter, all]:.1f}; random tokens "
-    "{filter[random tokens, all]:.1f}, random heads that save as much arithmetic {filter[random heads]:.1f}; "
-    "with the problem kept {filter[filter, decode]:.1f}, random {filter[random tokens, decode]:.1f} "
+    "Token Filtering": "the fine-tuned model above loses {lost[token filter 0.2]} of {dense} points, "
+    "{lost[random tokens 0.2, draw 0]} if tokens skip by chance; perplexity of GSM8K's solutions {filter[dense]} → "
+    "{filter[filter, all]}, random heads that save as much arithmetic {filter[random heads]} "
     "([measured](docs/methods.md#measured))",
-    "decoding engine": "{sweep} × as fast as `hf`, a router's attempts {router} ×, {few} × with 8 few-shot examples, "
-    "log-likelihoods {choice} × ([measured](docs/decoding.md#measured))",
+    "decoding engine": "a sweep {sweep} × as fast as `hf`, after 8 few-shot examples {few} ×, a router's attempts "
+    "{router} ×, log-likelihoods {choice} × ([measured](docs/decoding.md#measured))",
 }
 
 
@@ -50,7 +48,7 @@ def figures() -> dict[str, Any]:
         "lost": lost,
         "interval": rows["flap 0.1"]["difference"].partition("(")[2].rstrip(")").replace("…", "to"),
         "chance": sorted(float(value) for name, value in lost.items() if name.startswith("random 0.1")),
-        "filter": {kind: median(values) for kind, values in perplexity.items()},
+        "filter": {kind: " to ".join(f"{x:.1f}" for x in sorted({min(v), max(v)})) for kind, v in perplexity.items()},
         "sweep": speeds["sweep"],
         "router": speeds["router"],
         "few": speeds["fewshot-4"],
